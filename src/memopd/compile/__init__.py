@@ -1,0 +1,15 @@
+"""Calls to packed rows: the trie, packs, budgets, and the flattened controls."""
+
+from memopd.compile.controls import corrupt, persistent_history, response_mask, trajectory_mask
+from memopd.compile.pack import Decisions, Packed, compile_calls, fill
+
+__all__ = [
+    "Decisions",
+    "Packed",
+    "compile_calls",
+    "corrupt",
+    "fill",
+    "persistent_history",
+    "response_mask",
+    "trajectory_mask",
+]

@@ -1,0 +1,152 @@
+"""The trie of a list of calls, seen as one order and one number per call.
+
+A call's *path* is what the model reads: the prompt and every sampled token but the last, which predicts
+nothing. Put the paths in depth-first order; then `lcp[i]`, the ids path i shares with path i - 1, says all
+there is to know about the trie: path i adds the rows at depths lcp[i] .. length[i] - 1 and no others.
+
+    path 0   q a b c          lcp 0      adds q a b c
+    path 1   q a b d e        lcp 3      adds d e
+    path 2   q f              lcp 1      adds f
+
+Sorting the paths finds shared prefixes side by side, in C; Python loops over calls, never over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memopd.types import Call
+
+Ints: TypeAlias = NDArray[np.int64]
+
+_HEAD = 64  # ids; any value gives the same trie
+
+
+@dataclass(frozen=True, slots=True)
+class Trie:
+    order: list[int]  # [N] the calls, depth first; siblings by their earliest call
+    lcp: Ints  # [N] ids shared with the call before; lcp[0] = 0
+    length: Ints  # [N] rows on the call's path
+
+    def select(self, places: Ints) -> Trie:
+        """The trie of some of the calls: `places`, ascending, index `order`."""
+        order = [self.order[p] for p in places]
+        # Two paths share what every step between them shares.
+        shared = np.minimum.reduceat(self.lcp[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else []
+        return Trie(order, np.concatenate([[0], shared]).astype(np.int64), self.length[places])
+
+
+@dataclass(slots=True)
+class Branch:
+    """An inner node: everything below it shares its first `depth` ids."""
+
+    depth: int
+    first: int  # the earliest call below, by its index in the list given
+    children: list[Branch | int] = field(default_factory=list)  # an int is a leaf: a place in depth-first order
+
+    def add(self, child: Branch | int, first: int) -> None:
+        self.children.append(child)
+        self.first = min(self.first, first)
+
+
+def build_trie(calls: Sequence[Call], keep: Sequence[int]) -> Trie:
+    """The trie of `calls[i] for i in keep`."""
+    order, lcp = _sort_paths(calls, keep)
+    places, lcp = _by_first_call(order, lcp)
+    order = [order[p] for p in places]
+    length = np.array([len(calls[i].prompt) + len(calls[i].completion) - 1 for i in order], np.int64)
+    return Trie(order, lcp, length)
+
+
+def _sort_paths(calls: Sequence[Call], keep: Sequence[int]) -> tuple[list[int], Ints]:
+    """The calls in the order of their ids, and what each shares with the one before.
+
+    First by the head of each path, then whole paths among those whose heads are equal: most calls meet only
+    those of their own task, and a copy of the whole input is never needed at once.
+    """
+    heads = _path_keys(calls, keep, _HEAD)
+    order: list[int] = []
+    lcp: list[int] = []
+    before = b""
+    for head, group in groupby(sorted(keep, key=heads.__getitem__), key=heads.__getitem__):
+        keys = _path_keys(calls, list(group), None)
+        last = before
+        for i in sorted(keys, key=keys.__getitem__):
+            order.append(i)
+            lcp.append(_common_prefix(last, keys[i]))
+            last = keys[i]
+        before = head
+    return order, np.array(lcp, np.int64)
+
+
+def _path_keys(calls: Sequence[Call], which: Sequence[int], ids: int | None) -> dict[int, bytes]:
+    """Paths, or their first `ids`, as bytes that compare as the ids do: big-endian, so that memcmp is their order."""
+    buffer = np.empty(max(len(calls[i].prompt) + len(calls[i].completion) for i in which), ">u4")
+    keys = {}
+    for i in which:
+        prompt, completion = calls[i].prompt[:ids], calls[i].completion[:-1]
+        length = len(prompt) + len(completion)
+        buffer[: len(prompt)] = prompt
+        buffer[len(prompt) : length] = completion
+        keys[i] = buffer[:length][:ids].tobytes()
+    return keys
+
+
+def _common_prefix(a: bytes, b: bytes) -> int:
+    n = min(len(a), len(b)) // 4
+    if n == 0:
+        return 0
+    differ = np.frombuffer(a, np.uint32, n) != np.frombuffer(b, np.uint32, n)
+    first = int(differ.argmax())
+    return first if differ[first] else n
+
+
+def branches(calls: Sequence[int], lcp: Ints) -> Branch:
+    """The root of the trie's inner nodes, from adjacent common prefixes (an LCP-interval tree), bottom up.
+
+    `calls[i]` is the call at place i. A call that ends where others branch is a leaf child of that node.
+    """
+    never = max(calls) + 1
+    stack = [Branch(0, never)]
+    for place, call in enumerate(calls):
+        _close(stack, int(lcp[place]), never)
+        below = int(lcp[place + 1]) if place + 1 < len(calls) else 0
+        if stack[-1].depth < below:  # the first leaf of a node that the next path branches off
+            stack.append(Branch(below, never))
+        stack[-1].add(place, call)
+    _close(stack, 0, never)
+    return stack[0]
+
+
+def _close(stack: list[Branch], depth: int, never: int) -> None:
+    """Close the open nodes deeper than `depth`, leaving one of exactly that depth open."""
+    while stack[-1].depth > depth:
+        node = stack.pop()
+        if stack[-1].depth < depth:
+            stack.append(Branch(depth, never))
+        stack[-1].add(node, node.first)
+
+
+def _by_first_call(calls: Sequence[int], lcp: Ints) -> tuple[Ints, Ints]:
+    """Reorder siblings by their earliest call, so that rows run in the order of the interaction."""
+    places: list[int] = []
+    shared: list[int] = []
+    todo: list[tuple[Branch | int, int]] = [(branches(calls, lcp), 0)]
+    while todo:
+        node, depth = todo.pop()
+        if isinstance(node, int):
+            places.append(node)
+            shared.append(depth)
+            continue
+        children = sorted(node.children, key=lambda c: calls[c] if isinstance(c, int) else c.first)
+        # The first leaf under a node shares with its predecessor what the node itself does; the others, its depth.
+        for child in reversed(children[1:]):
+            todo.append((child, node.depth))
+        todo.append((children[0], depth))
+    return np.array(places, np.int64), np.array(shared, np.int64)

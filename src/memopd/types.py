@@ -1,0 +1,214 @@
+"""The five types everything else passes along: what was asked, what was sampled, in what order.
+
+    Episode ── calls ──> Call ── prompt      z_t, every input id, in order
+       │                  │  └── completion  a_t, the ids as sampled
+       │                  ├── segments ──> Segment  where spans of the prompt came from
+       │                  └── stop ──────> StopReason
+       └── sampling ──> Sampling
+
+Token ids in, token ids out: no type here holds text that would have to be encoded again. Values are
+checked where they enter, so the rest of the code may trust them. Only NumPy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids: TypeAlias = NDArray[np.int32]
+Floats: TypeAlias = NDArray[np.float64]
+
+_MAX_ID = np.iinfo(np.int32).max
+
+
+class StopReason(StrEnum):
+    """Why the sampler stopped."""
+
+    STOP = "stop"  # a stop string or the end-of-sequence token
+    LENGTH = "length"  # the token limit
+    ABORTED = "aborted"  # the client hung up or the engine failed: kept, never trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution the completions were drawn from.
+
+    >>> Sampling(temperature=0.7).temperature
+    0.7
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all of the vocabulary
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"Sampling.temperature must be above 0, got {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampling.top_p must be in (0, 1], got {self.top_p!r}")
+        if self.top_k < 0:
+            raise ValueError(f"Sampling.top_k must be 0 (off) or more, got {self.top_k!r}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"Sampling.max_tokens must be 1 or more, got {self.max_tokens!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Where prompt[start:stop] came from. Only the flattened controls and the report read it.
+
+    >>> Segment("memory", start=350, stop=430, source=0)  # retained from call 0
+    Segment(kind='memory', start=350, stop=430, source=0)
+    """
+
+    kind: str  # "prefix" (q), "memory" (retained), "observation" (new)
+    start: int
+    stop: int
+    source: int | None = None  # the call that sampled a memory, or whose action brought an observation
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("prefix", "memory", "observation"):
+            raise ValueError(f"Segment.kind must be prefix, memory or observation, got {self.kind!r}")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"Segment must have 0 <= start <= stop, got {self.start}..{self.stop}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One model call: the exact ids it read and the exact ids it sampled.
+
+    >>> call = Call(prompt=[5, 6, 7], completion=[8, 9], logprobs=[-0.1, -2.3])
+    >>> len(call.prompt), len(call.completion), call.reward
+    (3, 2, 0.0)
+    """
+
+    prompt: Ids  # [|z_t|], never empty
+    completion: Ids  # [|a_t|], never empty
+    logprobs: Floats | None = None  # [|a_t|], of the distribution sampled from
+    stop: StopReason | None = None
+    reward: float = 0.0  # r_t of equation 1
+    trainable: bool = True  # False: a helper's call, context only
+    purpose: str = ""
+    policy_version: int = 0
+    segments: tuple[Segment, ...] = ()
+    name: str = field(default="call", repr=False)  # how errors speak of it; not part of its value
+
+    def __post_init__(self) -> None:
+        prompt = _ids(self.prompt, self.name, "prompt")
+        completion = _ids(self.completion, self.name, "completion")
+        _set(self, "prompt", prompt)
+        _set(self, "completion", completion)
+        if self.logprobs is not None:
+            _set(self, "logprobs", _logprobs(self.logprobs, len(completion), self.name))
+        if self.stop is not None:
+            _set(self, "stop", StopReason(self.stop))
+        if not np.isfinite(self.reward):
+            raise ValueError(f"{self.name}: reward: must be finite, got {self.reward!r}")
+        _set(self, "segments", tuple(self.segments))
+        for segment in self.segments:
+            if segment.stop > len(prompt):
+                raise ValueError(
+                    f"{self.name}: segments: {segment} ends past the prompt of {len(prompt)} ids"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Call):
+            return NotImplemented
+        return all(_same(getattr(self, f), getattr(other, f)) for f in _CALL_FIELDS)
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """The ordered calls of one interaction. Episodes with one `task_id` form a group.
+
+    >>> Episode("e0", "task-7", [Call([1, 2], [3]), Call([1, 3, 4], [5])], reward=1.0).calls[1].prompt
+    array([1, 3, 4], dtype=int32)
+    """
+
+    id: str
+    task_id: str
+    calls: tuple[Call, ...]
+    reward: float = 0.0  # the task's outcome, paid on the last sampled token
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+    started: float | None = None  # Unix seconds
+    ended: float | None = None
+    memory: str = ""  # the context-update rule U, where known
+
+    def __post_init__(self) -> None:
+        _set(self, "calls", tuple(self.calls))
+        if not self.id or not isinstance(self.id, str):
+            raise ValueError(f"Episode.id must be a non-empty string, got {self.id!r}")
+        if not self.calls:
+            raise ValueError(f"episode {self.id!r}: calls: must not be empty")
+        if not np.isfinite(self.reward):
+            raise ValueError(f"episode {self.id!r}: reward: must be finite, got {self.reward!r}")
+
+    @classmethod
+    def of(cls, id: str, task_id: str, calls: Iterable[dict[str, Any]], **rest: Any) -> Self:
+        """From plain dictionaries, so that an error names the episode, the call and the field."""
+        named = (Call(**call, name=f"episode {id!r}: call {t}") for t, call in enumerate(calls))
+        return cls(id, task_id, tuple(named), **rest)
+
+
+_CALL_FIELDS = [f.name for f in fields(Call) if f.name != "name"]
+
+
+def _set(obj: object, name: str, value: object) -> None:
+    object.__setattr__(obj, name, value)  # the only door into a frozen dataclass
+
+
+def _ids(values: Sequence[int] | Ids, name: str, which: str) -> Ids:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: {which}: must be one flat list of token ids, got shape {array.shape}")
+    if len(array) == 0:
+        raise ValueError(f"{name}: {which}: must not be empty")
+    # A list of Python values may hide a bool or a float among the integers: NumPy would promote it.
+    mixed = not isinstance(values, np.ndarray) and any(isinstance(v, bool | np.bool_) for v in values)
+    if array.dtype.kind not in "iu" or mixed:
+        raise ValueError(f"{name}: {which}: token ids must be integers, got {_culprit(values)!r}")
+    if array.min() < 0:
+        raise ValueError(f"{name}: {which}: negative token id {array.min()} at {int(array.argmin())}")
+    if array.max() > _MAX_ID:
+        raise ValueError(f"{name}: {which}: token id {array.max()} does not fit 31 bits")
+    return _frozen(array, np.int32)
+
+
+def _logprobs(values: Sequence[float] | Floats, length: int, name: str) -> Floats:
+    try:
+        array = _frozen(np.asarray(values), np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: logprobs: must be one flat list of numbers") from None
+    if array.shape != (length,):
+        raise ValueError(f"{name}: logprobs: {array.size} given for {length} sampled tokens")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name}: logprobs: not finite at {int(np.flatnonzero(~np.isfinite(array))[0])}")
+    return array
+
+
+def _frozen(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
+    """A read-only copy, unless it is one already: nobody may change a recorded call from outside."""
+    if array.dtype == dtype and not array.flags.writeable and array.flags.c_contiguous:
+        return array
+    array = np.array(array, dtype=dtype)
+    array.flags.writeable = False
+    return array
+
+
+def _culprit(values: Any) -> Any:
+    integers = int | np.integer
+    return next((v for v in values if not isinstance(v, integers) or isinstance(v, bool | np.bool_)), values)
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    return a is b or bool(a == b)
