@@ -1,0 +1,6 @@
+"""Proofs and measurements: equivalence of packing, the audit of flattened training, what each family supports."""
+
+from memopd.verify.equivalence import EquivalenceReport, GradientReport, equivalence, gradient_equivalence
+from memopd.verify.structure import structural_problems
+
+__all__ = ["EquivalenceReport", "GradientReport", "equivalence", "gradient_equivalence", "structural_problems"]

@@ -1,0 +1,102 @@
+"""One plan per pack, one function for every model: how a pack's visibility reaches the attention layers.
+
+A plan is made once per pack and travels as a keyword of `model(...)`; transformers hands it to the function
+registered here under the name "memopd". No mask function is registered with it: a registered one would look for
+restarted positions and cut branches off their prefix.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from memopd.attention.dense import DensePlan
+from memopd.compile import Packed
+
+log = logging.getLogger("memopd")
+
+NAME = "memopd"
+
+
+class Plan(Protocol):
+    """How one pack attends. `calls` counts the layers served."""
+
+    name: str
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor: ...
+
+
+KERNELS = {"dense": DensePlan}
+
+
+def make_plan(packed: Packed, attention: str, model: nn.Module) -> Plan:
+    """The plan of `packed` for the kernel called `attention`."""
+    if attention not in KERNELS:
+        raise ValueError(f"unknown attention {attention!r}: choose from {', '.join(KERNELS)}")
+    parameter = next(model.parameters())
+    return KERNELS[attention](packed, parameter.device)
+
+
+@torch.compiler.disable  # a plan is made of index tensors: the rest of the model compiles around it
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    memopd_plan: Plan | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if memopd_plan is None:
+        raise ValueError(
+            "the model's attention is set to memopd but no plan came with the call: use memopd.score, "
+            "or model.set_attn_implementation('sdpa') to run it as usual"
+        )
+    if attention_mask is not None:
+        raise ValueError("memopd attention takes no attention_mask: the plan says what each row sees")
+    if dropout:
+        raise ValueError("attention dropout must be 0: calls that share a row would share its mask")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return memopd_plan.attend(query, key, value, scale, sliding_window, softcap, s_aux), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+@contextmanager
+def planned_attention(model: Any) -> Iterator[None]:
+    """Attention goes through plans inside the block.
+
+    With gradient checkpointing, the backward pass runs the layers again and must find the same attention: then
+    it stays set. A later call without a plan says so instead of computing something else.
+    """
+    before = model.config._attn_implementation
+    if before == NAME:
+        yield
+        return
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        if not (torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)):
+            model.set_attn_implementation(before)

@@ -1,0 +1,361 @@
+"""The episode store: Parquet, one row a call, so that pandas, polars and `datasets` open it as it is.
+
+    A: "PAR1", row groups   |   sha256 of A and F, 32 bytes   |   F: footer, its length, "PAR1"
+
+A Parquet reader finds the footer from the end of the file and all else by absolute offsets, so nobody but this
+module sees the digest. Page checksums cover the pages alone; the digest covers every bit of the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from io import BufferedRandom
+from itertools import count, groupby, pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from memopd.types import Call, Episode, Sampling, Segment
+
+Row: TypeAlias = dict[str, Any]  # column to value
+Column: TypeAlias = tuple[str, Any, bool, Callable[[Episode, int, Call], Any]]
+
+_TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
+_IDS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float64())
+_SEGMENT = pa.struct({"kind": pa.string(), "start": pa.int32(), "stop": pa.int32(), "source": pa.int32()})
+_OF_SEGMENT = [field.name for field in _SEGMENT]
+
+# Name, type, whether it may be null, and its value for call t of an episode.
+_COLUMNS: list[Column] = [
+    ("episode", _TEXT, False, lambda e, t, c: e.id),
+    ("task", _TEXT, False, lambda e, t, c: e.task_id),
+    ("call", pa.int32(), False, lambda e, t, c: t),
+    ("prompt", _IDS, False, lambda e, t, c: c.prompt),
+    ("completion", _IDS, False, lambda e, t, c: c.completion),
+    ("logprobs", _LOGPROBS, True, lambda e, t, c: c.logprobs),
+    ("stop", _TEXT, True, lambda e, t, c: c.stop),
+    ("reward", _FLOAT, False, lambda e, t, c: c.reward),
+    ("trainable", pa.bool_(), False, lambda e, t, c: c.trainable),
+    ("purpose", _TEXT, False, lambda e, t, c: c.purpose),
+    ("policy_version", _INT, False, lambda e, t, c: c.policy_version),
+    (
+        "segments",
+        pa.list_(_SEGMENT),
+        False,
+        lambda e, t, c: [{f: getattr(s, f) for f in _OF_SEGMENT} for s in c.segments],
+    ),
+    # The episode's own, the same on each of its rows.
+    ("episode_reward", _FLOAT, False, lambda e, t, c: e.reward),
+    ("temperature", _FLOAT, False, lambda e, t, c: e.sampling.temperature),
+    ("top_p", _FLOAT, False, lambda e, t, c: e.sampling.top_p),
+    ("top_k", _INT, False, lambda e, t, c: e.sampling.top_k),
+    ("max_tokens", _INT, True, lambda e, t, c: e.sampling.max_tokens),
+    ("seed", _INT, True, lambda e, t, c: e.seed),
+    ("started", _FLOAT, True, lambda e, t, c: e.started),
+    ("ended", _FLOAT, True, lambda e, t, c: e.ended),
+    ("memory", _TEXT, False, lambda e, t, c: e.memory),
+]
+_VERSION = b"1"
+SCHEMA = pa.schema(
+    [pa.field(name, type_, nullable) for name, type_, nullable, _ in _COLUMNS],
+    metadata={b"memopd.schema": _VERSION},
+)
+_REQUIRED = [name for name, _, nullable, _ in _COLUMNS if not nullable]
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
+_OF_EPISODE = ("seed", "started", "ended", "memory")
+_SHARED = ("task", "episode_reward", *_OF_SAMPLING, *_OF_EPISODE)
+_OF_CALL = ("prompt", "completion", "logprobs", "stop", "reward", "trainable", "purpose", "policy_version")
+
+# A row group is a few MB however long the calls are. Writer and reader hold one at a time.
+_GROUP_TOKENS, _GROUP_CALLS = 1 << 20, 1 << 14
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeError, MemoryError)  # what Arrow makes of damaged bytes
+_MAGIC, _DIGEST_BYTES, _HASH_CHUNK = b"PAR1", 32, 1 << 20
+
+
+class StoreError(ValueError):
+    """Recorded calls that cannot be used: one line that names the file and, where there is one, the row."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))
+
+
+def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: bool = False) -> int:
+    """Write a store and return the number of episodes. All of it appears at `path`, durable, or none of it.
+
+    `name.parquet` is one file, replaced only with `overwrite`; any other path is a directory that gets one more
+    part. `episodes` is consumed as it is written: a generator of any length will do.
+    """
+    path = Path(path)
+    single = path.suffix == ".parquet"
+    if path.is_dir() if single else path.is_file():
+        raise StoreError(f"{path}: a path ending in .parquet must be a file, any other a directory")
+    if single and path.exists() and not overwrite:
+        raise StoreError(f"{path}: exists already; pass overwrite=True to replace it")
+    directory = path.parent if single else path
+    made = [d for d in (directory, *directory.parents) if not d.exists()]
+    temporary = directory / f".{path.stem}.{uuid4().hex}.tmp"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with temporary.open("x+b") as file:
+            written = _write(file, path, episodes)
+            _seal(file)
+            os.fsync(file.fileno())
+        _publish(temporary, path, overwrite)
+        for changed in (directory, *(d.parent for d in made)):
+            _fsync(changed)
+    except BaseException:  # whatever it was, an interrupt too, leaves nothing behind
+        with suppress(OSError):  # a directory that somebody else uses by now stays
+            temporary.unlink(missing_ok=True)
+            for directory in made:
+                directory.rmdir()
+        raise
+    return written
+
+
+def read_episodes(path: str | Path) -> Iterator[Episode]:
+    """The episodes of one file, or of a directory's *.parquet in the order of their names.
+
+    A file is checked as a whole before its first episode is given out. Token ids and log-probabilities are
+    read-only views of their row group, not copies.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise StoreError(f"{path}: no such file or directory")
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        raise StoreError(f"{path}: no *.parquet file in this directory")
+    return (episode for file in files for episode in _read_file(file))
+
+
+def assemble(path: Path, rows: Iterable[tuple[str, Row]]) -> Iterator[Episode]:
+    """Rows, each with its place ("row 17"), to episodes, checked by the types.
+
+    A row may leave out what has a default. What it says of its episode must agree with the rows before.
+    """
+    seen: set[str] = set()
+    for id, group in groupby(rows, key=lambda placed: placed[1]["episode"]):
+        calls: list[Call] = []
+        shared: Row = {}
+        begin = ""
+        for place, row in group:
+            begin = begin or place
+            t = row.get("call", len(calls))
+            name = f"episode {id!r}: call {t}"
+            try:
+                for field in _REQUIRED:
+                    if field in row and row[field] is None:
+                        raise ValueError(f"{field}: must not be null")
+                if id in seen:
+                    raise ValueError("the episode's calls must be consecutive, and others have come between")
+                if t != len(calls):
+                    raise ValueError(f"call {len(calls)} must come here: each in its order, none left out")
+                for field in _SHARED:
+                    if field in row and shared.setdefault(field, row[field]) != row[field]:
+                        raise ValueError(f"{field}: {row[field]!r} here, {shared[field]!r} earlier in the episode")
+                calls.append(_call(name, row))
+            except ValueError as error:
+                raise _located(path, place, name, error) from None
+        seen.add(id)
+        try:
+            episode = _episode(id, calls, shared)
+        except ValueError as error:
+            raise _located(path, begin, f"episode {id!r}", error) from None
+        yield episode
+
+
+def _call(name: str, row: Row) -> Call:
+    segments = row.get("segments", ())
+    if any(s is None or None in (s["kind"], s["start"], s["stop"]) for s in segments):
+        raise ValueError("segments: kind, start and stop must not be null")
+    given = {f: row[f] for f in _OF_CALL if f in row}
+    return Call(**given, segments=tuple(Segment(**s) for s in segments), name=name)
+
+
+def _episode(id: str, calls: list[Call], shared: Row) -> Episode:
+    task = shared.get("task", id)  # of no known task: a group of its own
+    sampling = Sampling(**{f: shared[f] for f in _OF_SAMPLING if f in shared})
+    rest = {f: shared[f] for f in _OF_EPISODE if f in shared}
+    return Episode(id, task, tuple(calls), shared.get("episode_reward", 0.0), sampling, **rest)
+
+
+def _located(path: Path, place: str, name: str, error: Exception) -> StoreError:
+    message = str(error)  # names the call already where the types know it
+    return StoreError(f"{path}: {place}: " + (message if message.startswith(name) else f"{name}: {message}"))
+
+
+def _write(file: BufferedRandom, path: Path, episodes: Iterable[Episode]) -> int:
+    seen: set[str] = set()
+    group: list[Episode] = []
+    calls = tokens = 0
+    with pq.ParquetWriter(
+        file,
+        SCHEMA,
+        compression="zstd",
+        use_dictionary=[name for name, type_, _, _ in _COLUMNS if type_ == _TEXT],
+        use_byte_stream_split=["logprobs.list.element"],
+        write_page_checksum=True,
+    ) as writer:
+        for episode in episodes:
+            if episode.id in seen:
+                raise StoreError(f"{path}: episode {episode.id!r}: given twice")
+            seen.add(episode.id)
+            group.append(episode)
+            calls += len(episode.calls)
+            tokens += sum(len(c.prompt) + len(c.completion) for c in episode.calls)
+            if calls >= _GROUP_CALLS or tokens >= _GROUP_TOKENS:
+                writer.write_batch(_batch(path, group))
+                group, calls, tokens = [], 0, 0
+        if group:
+            writer.write_batch(_batch(path, group))
+    return len(seen)
+
+
+def _batch(path: Path, episodes: list[Episode]) -> Any:
+    rows = [(e, t, c) for e in episodes for t, c in enumerate(e.calls)]
+    arrays = []
+    for name, type_, nullable, value in _COLUMNS:
+        try:
+            array = _array([value(*row) for row in rows], type_)
+            if array.null_count and not nullable:
+                raise ValueError("must not be None")
+        except (ValueError, TypeError, OverflowError) as error:
+            for episode in episodes if len(episodes) > 1 else ():
+                _batch(path, [episode])  # the one that is at fault raises
+            raise StoreError(f"{path}: episode {episodes[0].id!r}: {name}: {error}") from None
+        arrays.append(array)
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _array(values: list[Any], type_: Any) -> Any:
+    if type_ not in (_IDS, _LOGPROBS):
+        return pa.array(values, type_, from_pandas=True)  # a time that is NaN is one that is not known
+    offsets = np.cumsum([0] + [0 if v is None else len(v) for v in values], dtype=np.int32)
+    flat = np.concatenate([np.empty(0, type_.value_type.to_pandas_dtype()), *(v for v in values if v is not None)])
+    return pa.ListArray.from_arrays(offsets, pa.array(flat), mask=pa.array([v is None for v in values]))
+
+
+def _seal(file: BufferedRandom) -> None:
+    """Put the digest between the row groups and the footer of a finished Parquet file."""
+    file.seek(0)
+    digest = hashlib.file_digest(file, "sha256").digest()
+    file.seek(-8, os.SEEK_END)
+    file.seek(-8 - int.from_bytes(file.read(4), "little"), os.SEEK_END)
+    cut = file.tell()
+    footer = file.read()
+    file.seek(cut)
+    file.write(digest + footer)
+    file.flush()
+
+
+def _publish(temporary: Path, path: Path, overwrite: bool) -> None:
+    if path.suffix != ".parquet":
+        numbers = [int(p.stem[5:]) for p in path.glob("part-*.parquet") if p.stem[5:].isdecimal()]
+        parts = (path / f"part-{n:05d}.parquet" for n in count(max(numbers, default=-1) + 1))
+        while not _rename_new(temporary, next(parts)):
+            pass  # another writer was faster
+    elif overwrite:
+        os.replace(temporary, path)
+    elif not _rename_new(temporary, path):
+        raise StoreError(f"{path}: somebody else wrote it meanwhile; pass overwrite=True to replace it")
+
+
+def _rename_new(temporary: Path, target: Path) -> bool:
+    """Rename, but never over an existing file: os.replace alone would."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        if target.exists():
+            return False
+        os.replace(temporary, target)
+    temporary.unlink(missing_ok=True)
+    return True
+
+
+def _fsync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def _read_file(path: Path) -> Iterator[Episode]:
+    try:
+        source = pa.OSFile(str(path))
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be opened: {error}") from None
+    with source:
+        episodes = assemble(path, _rows(path, source))
+        intact = _intact(path, source)
+        try:
+            if intact:
+                yield from episodes
+            else:
+                deque(episodes, maxlen=0)  # a bad row or another schema says more than a bad checksum
+        except _UNREADABLE as error:
+            if intact:
+                raise StoreError(f"{path}: cannot be read as Parquet: {error}") from None
+        if not intact:
+            raise StoreError(
+                f"{path}: checksum does not match: the file is damaged, or another program wrote it; restore it "
+                "from a copy, or bring what was changed on purpose in as JSON lines (memopd.record.import_calls)"
+            )
+
+
+def _intact(path: Path, source: Any) -> bool:
+    size = source.size()
+    if size < 12 or source.read_at(4, 0) != _MAGIC:
+        raise StoreError(f"{path}: not a Parquet file: it does not begin with PAR1 ({size} bytes)")
+    tail = source.read_at(8, size - 8)
+    if tail[4:] != _MAGIC:
+        raise StoreError(f"{path}: truncated or damaged: it does not end with PAR1; restore it from a copy")
+    cut = size - 8 - int.from_bytes(tail[:4], "little")
+    sealed = cut - _DIGEST_BYTES
+    if sealed < len(_MAGIC):
+        return False
+    digest = hashlib.sha256()
+    for start, stop in ((0, sealed), (cut, size)):
+        for at in range(start, stop, _HASH_CHUNK):
+            digest.update(source.read_at(min(_HASH_CHUNK, stop - at), at))
+    return bool(digest.digest() == source.read_at(_DIGEST_BYTES, sealed))
+
+
+def _rows(path: Path, source: Any) -> Iterator[tuple[str, Row]]:
+    file = pq.ParquetFile(source, page_checksum_verification=True)
+    _check_schema(path, file.schema_arrow)
+    row = 0
+    for group in range(file.num_row_groups):
+        for batch in file.iter_batches(_GROUP_CALLS, row_groups=[group]):
+            for values in zip(*(_values(batch.column(name)) for name in SCHEMA.names), strict=True):
+                yield f"row {row}", dict(zip(SCHEMA.names, values, strict=True))
+                row += 1
+
+
+def _values(column: Any) -> list[Any]:
+    if column.type not in (_IDS, _LOGPROBS):
+        return list(column.to_pylist())
+    # A null among the ids is then refused as a negative id, one among the log-probabilities as not finite.
+    flat = (column.values.fill_null(-1) if column.type == _IDS else column.values).to_numpy(zero_copy_only=False)
+    values: list[Any] = [flat[start:stop] for start, stop in pairwise(column.offsets.to_pylist())]
+    for null in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) if column.null_count else ():
+        values[null] = None
+    return values
+
+
+def _check_schema(path: Path, schema: Any) -> None:
+    version = (schema.metadata or {}).get(b"memopd.schema")
+    if version != _VERSION:
+        raise StoreError(f"{path}: not an episode store of version 1: its metadata has memopd.schema {version!r}")
+    found, wanted = ({field.name: field.type for field in fields} for fields in (schema, SCHEMA))
+    for name in wanted | found:
+        here, must = found.get(name, "missing"), wanted.get(name, "missing")
+        if here != must:
+            raise StoreError(f"{path}: another schema: column {name!r} is {here}, must be {must}")

@@ -1,0 +1,64 @@
+"""A model's vocabulary head, by itself: hidden states to logits, as the model would have made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from memopd.score.states import backbone
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    weight: Tensor  # [V, H]; tied to the embedding in some models
+    bias: Tensor | None  # [V]
+    scale: float = 1.0  # Granite divides its logits, Cohere multiplies them
+    softcap: float | None = None  # Gemma 2: cap · tanh(logits / cap)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., H] -> [..., V]"""
+        logits = linear(states.to(self.weight.dtype), self.weight, self.bias)  # Mamba keeps float32 states
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+_checked: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def head_of(model: Any) -> Head:
+    """The head of a causal LM. Checked once per model against its own logits: families differ in what follows
+    the last product, and a new one must not be scored wrong in silence."""
+    embeddings = model.get_output_embeddings()
+    if embeddings is None:
+        raise ValueError(f"{type(model).__name__} has no vocabulary head")
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    head = Head(
+        embeddings.weight, getattr(embeddings, "bias", None), scale, getattr(config, "final_logit_softcapping", None)
+    )
+    if model not in _checked:
+        _check(model, head)
+        _checked[model] = True
+    return head
+
+
+@torch.no_grad()
+def _check(model: Any, head: Head) -> None:
+    ids = torch.tensor([[1, 2, 3]], device=head.weight.device)
+    expected = model(input_ids=ids, use_cache=False).logits.double()
+    actual = head.logits(backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).double()
+    eps = max(torch.finfo(head.weight.dtype).eps, torch.finfo(torch.float32).eps)  # some models return float32
+    tolerance = 64 * eps * expected.abs().max()
+    if not (actual - expected).abs().max() <= tolerance:
+        raise ValueError(
+            f"{type(model).__name__} does more to its logits than memopd.score.head knows of "
+            f"(off by {(actual - expected).abs().max():.2g}): add it there"
+        )

@@ -1,0 +1,72 @@
+"""Packed rows to hidden states: the backbone once, read at the rows that predict sampled tokens."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memopd.attention import check_length, make_plan, planned_attention, sharing
+from memopd.compile import Packed
+
+log = logging.getLogger("memopd")
+
+
+def backbone(model: Any) -> Any:
+    """The model without its vocabulary or value head."""
+    return model.get_decoder()
+
+
+def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tensor:
+    """[D, H]: the last hidden state at g(t, k) for every sampled token, in the order of `packed.decisions`."""
+    check_length(model, int(packed.positions.max()) + 1)
+    share = sharing(model)
+    if not share.shared:
+        _notice_once(share.reason)
+        return _unshared_states(model, packed)
+    device = next(model.parameters()).device
+    plan = make_plan(packed, attention, model)
+    with planned_attention(model):
+        states = backbone(model)(
+            input_ids=_row(packed.tokens, device),
+            position_ids=_row(packed.positions, device),
+            attention_mask=None,
+            use_cache=False,
+            memopd_plan=plan,
+        ).last_hidden_state[0]
+    return states[torch.as_tensor(packed.decisions.row, device=device, dtype=torch.long)]
+
+
+def call_states(model: Any, tokens: np.ndarray[Any, Any], first: int) -> Tensor:
+    """One call alone, unpadded, with the model's own attention: the states from row `first` on."""
+    device = next(model.parameters()).device
+    ids = _row(tokens, device)
+    return backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0, first:]
+
+
+def _unshared_states(model: Any, packed: Packed) -> Tensor:
+    """Every call of the pack by itself. Decisions come in the order of the calls, so the results just line up."""
+    decisions = packed.decisions
+    first = np.flatnonzero(np.diff(decisions.call, prepend=-1))
+    last = np.append(first[1:], len(decisions)) - 1
+    states = []
+    for a, b in zip(first, last, strict=True):
+        path = packed.path(int(decisions.row[b]))
+        states.append(call_states(model, packed.tokens[path], len(path) - (b - a + 1)))
+    return torch.cat(states)
+
+
+def _row(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    return torch.as_tensor(values, device=device, dtype=torch.long)[None]
+
+
+_noticed: set[str] = set()
+
+
+def _notice_once(reason: str) -> None:
+    if reason not in _noticed:
+        _noticed.add(reason)
+        log.warning("%s: its calls run one by one, exact but unshared", reason)

@@ -1,0 +1,266 @@
+"""How wrong is a trainer that flattens? The paper's Table 3, Figure b, domain counts and teacher mismatch.
+
+Every row scores the same recorded actions of the same episodes; independent calls are the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memopd.attention import check_length, sharing
+from memopd.compile import compile_calls, corrupt, fill, persistent_history, response_mask, trajectory_mask
+from memopd.compile.controls import stable_prefix
+from memopd.score import Head, call_states, decision_states, head_of
+from memopd.types import Episode
+from memopd.verify.equivalence import (
+    BUDGET,
+    CHUNK,
+    Difference,
+    EquivalenceReport,
+    Runs,
+    alone_states,
+    batched_states,
+    compare,
+    judge,
+    own_attention,
+    p99,
+    packed_states,
+    packs_of,
+    sampled_tokens,
+)
+
+Progress = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps an iterable, shows how far it is
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One representation against independent calls."""
+
+    representation: str
+    p99_logprob: float
+    max_logprob: float
+    top1: float  # share
+    top1_changed: int  # decisions
+    false_clip: float  # share
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """Which positions each mask would train on."""
+
+    sampled: int
+    trajectory_spurious: int  # every token after q of the flattened history
+    response_spurious: int  # everything in the assistant turn of every call
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherMismatch:
+    """The teacher in exact against persistent states."""
+
+    when: str
+    decisions: int
+    top1: float
+    top1_changed: int
+    p99_logprob: float
+    mean_kl: float  # KL(exact ‖ persistent)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGap:
+    """The sampler's own log-probabilities against the recomputed ones."""
+
+    decisions: int
+    mean: float  # of |Δ|
+    p99: float
+    k3: float  # (r − 1) − log r, r = recomputed / recorded: an estimate of KL(sampler ‖ trainer)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    model: str
+    episodes: int
+    calls: int
+    equivalence: EquivalenceReport
+    representations: tuple[Row, ...]  # Table 3
+    corruption: tuple[Row, ...]  # Figure b
+    domain: Domain
+    teacher: tuple[TeacherMismatch, ...] = ()
+    recorded: RecordedGap | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.equivalence.passed
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed, **asdict(self)}
+
+
+def _silent(_: str, items: Iterable[Any]) -> Iterable[Any]:
+    return items
+
+
+@torch.no_grad()
+def audit(
+    model: Any,
+    episodes: Sequence[Episode],
+    attention: str = "auto",
+    teacher: Any = None,
+    name: str = "",
+    progress: Progress = _silent,
+) -> Audit:
+    episodes = [e for e in episodes if any(c.trainable for c in e.calls)]
+    if not episodes:
+        raise ValueError("there is no episode with a trainable call to audit")
+    calls = [c for e in episodes for c in e.calls]
+    packs = packs_of(calls, BUDGET)
+    head = head_of(model)
+    alone = torch.cat([alone_states(model, e.calls) for e in progress("calls alone", episodes)])
+    batched = torch.cat([batched_states(model, e.calls) for e in progress("calls in padded batches", episodes)])
+    packed = packed_states(model, calls, progress("packed", packs), attention)
+    persistent = torch.cat([persistent_states(model, e) for e in progress("persistent history", episodes)])
+    tokens, temperature = sampled_tokens(calls, alone.device), temperatures(episodes, alone.device)
+
+    def row(representation: str, states: Tensor) -> Row:
+        return as_row(representation, compare(head, states, head, alone, tokens, temperature), len(tokens))
+
+    corruption, notes = [], []
+    for what, wrong in CORRUPTIONS.items():
+        try:
+            states = [corrupted_states(model, e, attention, **wrong) for e in progress(what, episodes)]
+        except ValueError as why:
+            notes.append(f"{what}: not measured: {why}")
+        else:
+            corruption.append(row(what, torch.cat(states)))
+    recorded, note = recorded_gap(episodes, head, alone)
+    return Audit(
+        model=name or type(model).__name__,
+        episodes=len(episodes),
+        calls=sum(c.trainable for c in calls),
+        equivalence=judge(model, calls, packs, Runs(alone, batched, packed), attention),
+        representations=(
+            row("persistent history", persistent),
+            row("batching floor", batched),
+            row("reconstructed packing", packed),
+        ),
+        corruption=tuple(corruption),
+        domain=domain(episodes),
+        teacher=() if teacher is None else teacher_mismatch(teacher, episodes, attention, progress),
+        recorded=recorded,
+        notes=(*notes, *note),
+    )
+
+
+CORRUPTIONS = {
+    "visibility only": {"visibility": True},
+    "positions only": {"positions": True},
+    "both": {"visibility": True, "positions": True},
+}
+
+
+def as_row(representation: str, d: Difference, decisions: int) -> Row:
+    changed = round((1 - d.top1) * decisions)
+    return Row(representation, d.p99_logprob, d.max_logprob, d.top1, changed, d.false_clip)
+
+
+def persistent_states(model: Any, episode: Episode) -> Tensor:
+    """The flattened history as any trainer runs it: one causal sequence, the model's own attention."""
+    flat = persistent_history(episode)
+    check_length(model, len(flat))
+    with own_attention(model):
+        states = call_states(model, flat.tokens, 0)
+    return states[torch.as_tensor(flat.decisions.row, device=states.device).long()]
+
+
+def corrupted_states(model: Any, episode: Episode, attention: str, **wrong: bool) -> Tensor:
+    if not sharing(model).shared:
+        raise ValueError("the model runs its calls unshared, so that there is no packed state to corrupt")
+    return decision_states(model, corrupt(compile_calls(episode.calls), **wrong), attention)
+
+
+def temperatures(episodes: Sequence[Episode], device: torch.device) -> Tensor:
+    sizes = [sum(len(c.completion) for c in e.calls if c.trainable) for e in episodes]
+    values = np.repeat([e.sampling.temperature for e in episodes], sizes)
+    return torch.as_tensor(values, device=device, dtype=torch.float64)
+
+
+def domain(episodes: Sequence[Episode]) -> Domain:
+    sampled = trajectory = response = 0
+    for episode in episodes:
+        q = stable_prefix(episode)
+        sampled += sum(len(c.completion) for c in episode.calls if c.trainable)
+        trajectory += int(trajectory_mask(persistent_history(episode), q).sum())
+        response += sum(int(response_mask(c, q).sum()) for c in episode.calls)
+    return Domain(sampled, trajectory - sampled, response - sampled)
+
+
+def teacher_mismatch(
+    teacher: Any, episodes: Sequence[Episode], attention: str, progress: Progress
+) -> tuple[TeacherMismatch, ...]:
+    """Before the first memory update both states are the same; after it the persistent one never happened."""
+    head = head_of(teacher)
+    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"before the first update": [], "after it": []}
+    for episode in progress("teacher", episodes):
+        exact = torch.cat([decision_states(teacher, p, attention) for p in fill(episode.calls, 10**9)])
+        flat = persistent_states(teacher, episode)
+        tokens = sampled_tokens(episode.calls, exact.device)
+        call = np.repeat(np.arange(len(episode.calls)), [len(c.completion) * c.trainable for c in episode.calls])
+        first = torch.as_tensor(call == 0, device=exact.device)
+        kl, delta, same = _divergence(head, exact, flat, tokens, episode.sampling.temperature)
+        for when, which in zip(parts, (first, ~first), strict=True):
+            parts[when].append((kl[which], delta[which], same[which]))
+    mismatches = []
+    for when, pieces in parts.items():
+        kl, delta, same = (torch.cat(column) for column in zip(*pieces, strict=True))
+        if len(kl):
+            mismatches.append(
+                TeacherMismatch(
+                    when, len(kl), float(same.double().mean()), int((~same).sum()), p99(delta.abs()), float(kl.mean())
+                )
+            )
+    return tuple(mismatches)
+
+
+def _divergence(
+    head: Head, exact: Tensor, flat: Tensor, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    columns = []
+    for at in range(0, len(tokens), CHUNK):
+        part = slice(at, at + CHUNK)
+        a = (head.logits(exact[part]).double() / temperature).log_softmax(-1)
+        b = (head.logits(flat[part]).double() / temperature).log_softmax(-1)
+        token = tokens[part, None]
+        delta = (a.gather(-1, token) - b.gather(-1, token))[:, 0]
+        columns.append(((a.exp() * (a - b)).sum(-1), delta, a.argmax(-1) == b.argmax(-1)))
+    kl, delta, same = (torch.cat(column) for column in zip(*columns, strict=True))
+    return kl, delta, same
+
+
+def recorded_gap(episodes: Sequence[Episode], head: Head, alone: Tensor) -> tuple[RecordedGap | None, list[str]]:
+    """Only where the sampler recorded log-probabilities, and of the whole distribution."""
+    gaps, at, cut = [], 0, 0
+    for episode in episodes:
+        whole = episode.sampling.top_p == 1 and episode.sampling.top_k == 0
+        for call in (c for c in episode.calls if c.trainable):
+            states = alone[at : at + len(call.completion)]
+            at += len(call.completion)
+            if call.logprobs is None:
+                continue
+            if not whole:
+                cut += 1
+                continue
+            logits = torch.cat([head.logits(s).double() for s in states.split(CHUNK)])
+            logp = (logits / episode.sampling.temperature).log_softmax(-1)
+            token = torch.tensor(call.completion, device=logp.device).long()[:, None]
+            gaps.append(logp.gather(-1, token)[:, 0].cpu() - torch.tensor(call.logprobs))
+    notes = [f"{cut} calls were sampled with top-p or top-k: no recorded gap for them"] if cut else []
+    if not gaps:
+        return None, notes
+    gap = torch.cat(gaps)
+    return RecordedGap(len(gap), float(gap.abs().mean()), p99(gap.abs()), float((gap.expm1() - gap).mean())), notes

@@ -1,0 +1,379 @@
+"""Rollout context equivalence (RCE): packed logits against every call run alone, unpadded.
+
+The tolerance is derived, never tuned. Rounding makes any two correct computations differ; how much is measured on
+the reference itself: the packed run may be at most twice as far from a more precise run of the same calls as the
+calls run alone are. (Padding is not used as a yardstick: its difference is exactly 0 in half of all small cases.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memopd.attention import reference_attention, sharing
+from memopd.compile import Packed, fill
+from memopd.score import Head, call_states, decision_states, head_of, vocabulary_scores
+from memopd.score.states import backbone
+from memopd.types import Call
+from memopd.verify.structure import structural_problems
+
+CLIP = 0.2  # PPO's ε, for false clipping
+BUDGET = 8192  # rows a pack
+CHUNK = 256  # decisions whose logits are held at once
+
+# What a run of this precision is measured against.
+MORE_PRECISE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one way of scoring the sampled tokens is from another."""
+
+    max_logit: float  # max |Δlogit| over the full vocabulary
+    max_logprob: float  # max |Δlog p| of the sampled tokens
+    p99_logprob: float
+    top1: float  # share of decisions with the same first choice
+    false_clip: float  # share of unchanged-policy ratios outside [1 - ε, 1 + ε]
+    worst: int  # the decision with the largest |Δlogit|
+
+
+@dataclass(frozen=True, slots=True)
+class EquivalenceReport:
+    passed: bool
+    attention: str
+    dtype: str
+    shared: bool  # False: the model cannot share rows and ran call by call
+    calls: int
+    decisions: int
+    rows: int  # computed when packed
+    tokens: int  # computed when every call runs alone
+    max_logit_error: float  # packed against alone
+    max_logprob_error: float
+    p99_logprob_error: float
+    top1_agreement: float
+    false_clip: float
+    floor_max_logit_error: float  # alone against a right-padded batch: what batching itself costs
+    floor_p99_logprob_error: float
+    logit_scale: float  # the largest |logit| of the reference
+    error: float  # what is judged: packed against more precise, or against alone in float64
+    tolerance: float
+    tolerance_source: str
+    worst_call: int
+    worst_position: int  # of the sampled token within its completion
+    problems: tuple[str, ...] = ()  # what is wrong with the packs themselves
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def equivalence(
+    model: Any,
+    calls: Sequence[Call],
+    attention: str = "auto",
+    packs: Sequence[Packed] | None = None,
+    budget: int = BUDGET,
+) -> EquivalenceReport:
+    """Prove, for these calls and this model, that packing computes what the calls computed.
+
+    `packs` lets a pack made elsewhere, or broken on purpose, be put to the test.
+    """
+    calls = list(calls)
+    packs = packs_of(calls, budget) if packs is None else packs
+    with torch.no_grad():
+        runs = Runs(
+            alone=alone_states(model, calls),
+            batched=batched_states(model, calls),
+            packed=packed_states(model, calls, packs, attention),
+        )
+        return judge(model, calls, packs, runs, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The same decisions three ways, each [D, H] in the order of the calls."""
+
+    alone: Tensor
+    batched: Tensor
+    packed: Tensor
+
+
+@torch.no_grad()
+def judge(
+    model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs, attention: str
+) -> EquivalenceReport:
+    """The verdict on runs that were made already."""
+    problems = structural_problems(packs, calls)
+    head, dtype = head_of(model), next(model.parameters()).dtype
+    tokens = sampled_tokens(calls, runs.alone.device)
+    packed = compare(head, runs.packed, head, runs.alone, tokens)
+    floor = compare(head, runs.batched, head, runs.alone, tokens)
+    scale = largest_logit(head, runs.alone)
+    if dtype in MORE_PRECISE:
+        precise = MORE_PRECISE[dtype]
+        with at_precision(model, precise) as reference:
+            exact, exact_head = alone_states(reference, calls), head_of(reference)
+            error = compare(head, runs.packed, exact_head, exact, tokens).max_logit
+            own = compare(head, runs.alone, exact_head, exact, tokens).max_logit
+        tolerance = 2 * max(own, torch.finfo(dtype).eps * scale)
+        source = f"twice the calls' own error against {name_of(precise)} ({own:.2e})"
+    else:
+        error, (relative, why) = packed.max_logit, float64_tolerance(model)
+        tolerance, source = relative * scale, f"{relative:.0e} of the largest logit, {why}"
+    call, position = decision_index(calls)
+    return EquivalenceReport(
+        passed=not problems and error <= tolerance,  # NaN compares false
+        attention=attention,
+        dtype=name_of(dtype),
+        shared=sharing(model).shared,
+        calls=sum(c.trainable for c in calls),
+        decisions=len(tokens),
+        rows=sum(len(p) for p in packs),
+        tokens=sum(len(path(c)) for c in calls if c.trainable),
+        max_logit_error=packed.max_logit,
+        max_logprob_error=packed.max_logprob,
+        p99_logprob_error=packed.p99_logprob,
+        top1_agreement=packed.top1,
+        false_clip=packed.false_clip,
+        floor_max_logit_error=floor.max_logit,
+        floor_p99_logprob_error=floor.p99_logprob,
+        logit_scale=scale,
+        error=error,
+        tolerance=tolerance,
+        tolerance_source=source,
+        worst_call=int(call[packed.worst]),
+        worst_position=int(position[packed.worst]),
+        problems=tuple(problems),
+    )
+
+
+def float64_tolerance(model: Any) -> tuple[float, str]:
+    """There is nothing more precise than float64 to measure against, so the bound is a multiple of its rounding."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        return 1e-6, "the model's own softmax runs in float32"
+    return 1e-12, "rounding in float64"
+
+
+# ---- the ways to run the same calls, all giving [D, H] in the order of the calls --------------------------------
+
+
+def packs_of(calls: Sequence[Call], budget: int) -> list[Packed]:
+    longest = max(len(c.prompt) + len(c.completion) - 1 for c in calls)
+    return fill(calls, max(budget, longest))
+
+
+def packed_states(model: Any, calls: Sequence[Call], packs: Iterable[Packed], attention: str) -> Tensor:
+    """Scattered by (call, k), so that a pack with a decision too few or too many shows as NaN or as a wrong state."""
+    start = np.cumsum([0] + [len(c.completion) if c.trainable else 0 for c in calls])
+    states: Tensor | None = None
+    for packed in packs:
+        here = decision_states(model, packed, attention)
+        if states is None:
+            states = here.new_full((int(start[-1]), here.shape[-1]), float("nan"))
+        call = packed.decisions.call
+        k = np.arange(len(call)) - np.searchsorted(call, call)  # how many decisions of its call came before
+        slot = torch.as_tensor(np.minimum(start[call] + k, start[call + 1] - 1), device=here.device)
+        states = states.index_copy(0, slot, here)
+    assert states is not None
+    return states
+
+
+def alone_states(model: Any, calls: Sequence[Call]) -> Tensor:
+    """The reference: each call by itself, unpadded, with transformers' own attention."""
+    with own_attention(model):
+        return torch.cat([call_states(model, path(c), len(c.prompt) - 1) for c in calls if c.trainable])
+
+
+def batched_states(model: Any, calls: Sequence[Call], batch: int = 8) -> Tensor:
+    """The batching floor: the same calls side by side, padded on the right, where causality keeps padding out."""
+    device = next(model.parameters()).device
+    kept = [c for c in calls if c.trainable]
+    states = []
+    with own_attention(model):
+        for at in range(0, len(kept), batch):
+            part = kept[at : at + batch]
+            ids = torch.zeros(len(part), max(len(path(c)) for c in part), dtype=torch.long, device=device)
+            for row, c in zip(ids, part, strict=True):
+                row[: len(path(c))] = torch.as_tensor(path(c))
+            hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+            states += [h[len(c.prompt) - 1 : len(path(c))] for h, c in zip(hidden, part, strict=True)]
+    return torch.cat(states)
+
+
+def path(call: Call) -> np.ndarray[Any, Any]:
+    return np.concatenate([call.prompt, call.completion[:-1]])
+
+
+def sampled_tokens(calls: Sequence[Call], device: torch.device) -> Tensor:
+    return torch.as_tensor(np.concatenate([c.completion for c in calls if c.trainable]), device=device).long()
+
+
+def decision_index(calls: Sequence[Call]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """For every decision: its call, and its place in the completion."""
+    call = np.repeat(np.arange(len(calls)), [len(c.completion) if c.trainable else 0 for c in calls])
+    return call, np.concatenate([np.arange(len(c.completion)) for c in calls if c.trainable])
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """The model as transformers runs it, never through us. Unshared models keep what they have."""
+    before = model.config._attn_implementation
+    if not sharing(model).shared:
+        yield
+        return
+    model.set_attn_implementation(reference_attention(model))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def at_precision(model: Any, dtype: torch.dtype) -> Iterator[Any]:
+    """A copy of the model at another precision, gone at the end of the block."""
+    reference = copy.deepcopy(model).to(dtype)
+    if reference._can_set_experts_implementation():
+        reference.set_experts_implementation("eager")  # the grouped kernels know no float64
+    yield reference
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------
+
+
+def compare(
+    head: Head,
+    states: Tensor,
+    other_head: Head,
+    other: Tensor,
+    tokens: Tensor,
+    temperature: Tensor | None = None,  # [D]
+) -> Difference:
+    """`states` through `head` against `other` through `other_head`, a chunk of decisions at a time."""
+    logit, delta, same = [], [], []
+    for at in range(0, len(tokens), CHUNK):
+        part = slice(at, at + CHUNK)
+        a, b = head.logits(states[part]).double(), other_head.logits(other[part]).double()
+        logit.append((a - b).abs().amax(-1))
+        same.append(a.argmax(-1) == b.argmax(-1))
+        if temperature is not None:
+            a, b = a / temperature[part, None], b / temperature[part, None]
+        token = tokens[part, None]
+        delta.append((a.log_softmax(-1).gather(-1, token) - b.log_softmax(-1).gather(-1, token))[:, 0])
+    return difference(torch.cat(logit), torch.cat(delta), torch.cat(same))
+
+
+def difference(logit: Tensor, delta: Tensor, same: Tensor) -> Difference:
+    """From per-decision max |Δlogit|, Δlog p and whether the first choice is the same."""
+    ratio = delta.exp()
+    return Difference(
+        max_logit=float(logit.max()),
+        max_logprob=float(delta.abs().max()),
+        p99_logprob=p99(delta.abs()),
+        top1=float(same.double().mean()),
+        false_clip=float(((ratio < 1 - CLIP) | (ratio > 1 + CLIP)).double().mean()),
+        worst=int(logit.argmax()),
+    )
+
+
+def p99(values: Tensor) -> float:
+    return float(np.quantile(values.cpu().numpy(), 0.99))  # torch.quantile stops at 2^24 values
+
+
+def largest_logit(head: Head, states: Tensor) -> float:
+    return max(float(head.logits(s).abs().max()) for s in states.split(CHUNK))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- gradients --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReport:
+    passed: bool
+    attention: str
+    dtype: str
+    difference: float  # ‖packed − alone‖ / ‖alone‖ over all parameters
+    reordering: float  # ‖alone, last call first − alone‖ / ‖alone‖: what the order of summation costs
+    error: float  # what is judged
+    tolerance: float
+    tolerance_source: str
+    worst_parameter: str
+
+
+def gradient_equivalence(
+    model: Any, calls: Sequence[Call], attention: str = "auto", budget: int = BUDGET
+) -> GradientReport:
+    """The gradient of the mean log p of the sampled tokens: packed against every call alone."""
+    dtype = next(model.parameters()).dtype
+    packs = packs_of(calls, budget)
+    packed = _packed_gradients(model, calls, packs, attention)
+    alone = _alone_gradients(model, calls)
+    reordered = _alone_gradients(model, calls[::-1])
+    apart = {n: float((packed[n] - alone[n]).norm() / (alone[n].norm() + 1e-30)) for n in alone}
+    change = _relative(packed, alone)
+    if dtype in MORE_PRECISE:
+        precise = MORE_PRECISE[dtype]
+        with at_precision(model, precise) as reference:
+            exact = _alone_gradients(reference, calls)
+        error, own = _relative(packed, exact), max(_relative(alone, exact), torch.finfo(dtype).eps)
+        tolerance, source = 2 * own, f"twice the calls' own error against {name_of(precise)} ({own:.2e})"
+    else:
+        error, tolerance, source = change, 1e-6, "norms and rotary angles run in float32"
+    return GradientReport(
+        passed=error <= tolerance,
+        attention=attention,
+        dtype=name_of(dtype),
+        difference=change,
+        reordering=_relative(reordered, alone),
+        error=error,
+        tolerance=tolerance,
+        tolerance_source=source,
+        worst_parameter=max(apart, key=apart.__getitem__),
+    )
+
+
+Gradients = dict[str, Tensor]
+
+
+def _packed_gradients(model: Any, calls: Sequence[Call], packs: Sequence[Packed], attention: str) -> Gradients:
+    model.zero_grad(set_to_none=True)
+    for packed in packs:
+        states = decision_states(model, packed, attention)
+        tokens = torch.as_tensor(packed.decisions.token, device=states.device).long()
+        _backward(model, states, tokens, calls)
+    return _take_gradients(model)
+
+
+def _alone_gradients(model: Any, calls: Sequence[Call]) -> Gradients:
+    model.zero_grad(set_to_none=True)
+    with own_attention(model):
+        for call in calls:
+            if call.trainable:
+                states = call_states(model, path(call), len(call.prompt) - 1)
+                _backward(model, states, sampled_tokens([call], states.device), calls)
+    return _take_gradients(model)
+
+
+def _backward(model: Any, states: Tensor, tokens: Tensor, calls: Sequence[Call]) -> None:
+    total = sum(len(c.completion) for c in calls if c.trainable)
+    (-vocabulary_scores(head_of(model), states, tokens).logprob.sum() / total).backward()  # type: ignore[no-untyped-call]
+
+
+def _take_gradients(model: Any) -> Gradients:
+    gradients = {n: p.grad.double().cpu() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _relative(a: Gradients, b: Gradients) -> float:
+    distance = sum(float((a[n] - b[n]).square().sum()) for n in b)
+    return float((distance / sum(float(g.square().sum()) for g in b.values())) ** 0.5)

@@ -1,0 +1,48 @@
+"""Does a pack say what the calls said? Integers only, no model: the half of the proof that needs no tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from memopd.compile import Packed
+from memopd.types import Call
+
+
+def structural_problems(packs: Sequence[Packed], calls: Sequence[Call]) -> list[str]:
+    """What is wrong with the packs, one line each; empty when every call is rebuilt token by token.
+
+    For each call: one decision per sampled token, each on the row before it on the call's own path; that path is
+    the prompt and the sampled tokens, at positions 0, 1, 2, ...
+    """
+    problems = []
+    seen = {i: 0 for i, call in enumerate(calls) if call.trainable}
+    for packed in packs:
+        for i in np.unique(packed.decisions.call).tolist():
+            if i not in seen:
+                problems.append(f"call {i}: has decisions but is not a trainable call")
+                continue
+            seen[i] += 1
+            if problem := _call_problem(packed, calls[i], i):
+                problems.append(f"call {i}: {problem}")
+    problems += [f"call {i}: in {n} packs instead of one" for i, n in seen.items() if n != 1]
+    return problems
+
+
+def _call_problem(packed: Packed, call: Call, i: int) -> str | None:
+    mine = packed.decisions.call == i
+    rows, tokens = packed.decisions.row[mine], packed.decisions.token[mine]
+    if len(tokens) != len(call.completion):
+        return f"{len(tokens)} decisions for {len(call.completion)} sampled tokens"
+    if not np.array_equal(tokens, call.completion):
+        return "its decisions are not the tokens that were sampled"
+    expected = np.concatenate([call.prompt, call.completion[:-1]])
+    path = packed.path(int(rows[-1]))
+    if not np.array_equal(packed.tokens[path], expected):
+        return f"its last decision sees {len(path)} rows that are not its {len(expected)} tokens"
+    if not np.array_equal(packed.positions[path], np.arange(len(path))):
+        return "its positions are not 0, 1, 2, ..."
+    if not np.array_equal(path[len(call.prompt) - 1 :], rows):
+        return "a decision is not on the row before its token"
+    return None
