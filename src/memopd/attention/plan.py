@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from memopd.attention.cascade import CascadePlan
 from memopd.attention.dense import DensePlan
+from memopd.attention.flex import FlexPlan
 from memopd.compile import Packed
 
 log = logging.getLogger("memopd")
@@ -41,7 +43,7 @@ class Plan(Protocol):
     ) -> Tensor: ...
 
 
-KERNELS = {"dense": DensePlan}
+KERNELS = {"dense": DensePlan, "cascade": CascadePlan, "flex": FlexPlan}
 
 
 def make_plan(packed: Packed, attention: str, model: nn.Module) -> Plan:

@@ -97,7 +97,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         before, t = id, t + 1 if id == before else 0
         try:
             row = _row(given)
-        except (ValueError, OverflowError) as error:
+        except ValueError as error:
             raise StoreError(f"{where}: episode {id!r}: call {t}: {error}") from None
         yield f"line {number}", row
 
@@ -142,9 +142,7 @@ def _row(given: Row) -> Row:
     row = {field: value for field, value in row.items() if value is not None}  # null says nothing
     for field, types, dtype in _ARRAYS:
         if field in row:
-            if not set(map(type, row[field])) <= set(types):  # in C, unlike the search for the culprit
-                row[field] = [_checked(f"{field}[{i}]", value, types) for i, value in enumerate(row[field])]
-            row[field] = np.array(row[field], dtype)
+            row[field] = _array(field, row[field], types, dtype)
         elif field != "logprobs":
             raise ValueError(f"{field}: missing")
     for field in {"episode", "task"} & row.keys():
@@ -158,6 +156,15 @@ def _row(given: Row) -> Row:
     return row
 
 
+def _array(field: str, values: list[Any], types: tuple[type, ...], dtype: type[Any]) -> Any:
+    if not set(map(type, values)) <= set(types):  # in C, unlike the search for the culprit
+        values = [_checked(f"{field}[{i}]", value, types) for i, value in enumerate(values)]
+    try:
+        return np.array(values, dtype)
+    except OverflowError:
+        raise ValueError(f"{field}: {_short(max(values, key=abs))} is too large") from None
+
+
 def _segment(name: str, segment: Any) -> Row:
     if type(segment) is not dict or not segment.keys() <= _SEGMENT.keys():
         raise ValueError(f"{name}: must be an object with {', '.join(_SEGMENT)}, got {_short(segment)}")
@@ -168,7 +175,10 @@ def _checked(name: str, value: Any, types: tuple[type, ...]) -> Any:
     if type(value) not in types:
         kinds = [_NAMES[t] for t in types if not (t is int and float in types)]
         raise ValueError(f"{name}: must be {' or '.join(kinds)}, got {_short(value)}")
-    return float(value) if type(value) is int and float in types else value
+    try:
+        return float(value) if type(value) is int and float in types else value
+    except OverflowError:
+        raise ValueError(f"{name}: {_short(value)} is too large") from None
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,239 @@
+"""Trie attention from variable-length FlashAttention calls: no mask, no row computed twice, exact gradients.
+
+A *node* is a run of rows without a branch. A row sees the rows of its own node up to itself and all rows of the
+nodes above. Two layouts compute that; both are lists of passes over segments (`varlen`).
+
+    paths   one pass. Every node's rows are the queries of a segment whose keys are the whole path down to it,
+            gathered: [ancestors, own rows], causal, aligned at the end. No merging; keys of a shared prefix are
+            copied once per node below it (keys only: with grouped queries they are a small part of the model).
+    levels  one pass per level. Pass 0: every node's own rows, causal. Pass l: all rows below a node at level l - 1
+            against that node's rows. Nothing is copied; outputs merge by their log-sum-exp in float32.
+
+Paths win wherever nodes are long. Where many short nodes hang under a long prefix, copies and half-empty tiles
+cost more than merging does, and levels win: see `choose_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memopd.attention import varlen
+from memopd.attention.varlen import Segments
+from memopd.compile import Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    start: int  # own rows start .. stop - 1
+    stop: int
+    exit: int  # rows below: stop .. exit - 1
+    above: tuple[int, ...]  # the nodes above, root first
+
+
+def nodes_of(exit: NDArray[Any]) -> list[Node]:
+    """The trie's nodes from its exits, in the order of their rows."""
+    # A row continues the node of the row before it when it is that row's only child.
+    follows = (exit[1:] == exit[:-1]) & (exit[:-1] > np.arange(1, len(exit)))
+    starts = [0, *(np.flatnonzero(~follows) + 1).tolist()]
+    stops = [*starts[1:], len(exit)]
+    nodes: list[Node] = []
+    above: list[int] = []
+    for start, stop in zip(starts, stops, strict=True):
+        while above and nodes[above[-1]].exit <= start:
+            above.pop()
+        nodes.append(Node(start, stop, int(exit[start]), tuple(above)))
+        above.append(len(nodes) - 1)
+    return nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One call of the kernel: which rows ask, which answer (None: all of them, as they lie), in what segments."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+    segments: Segments
+
+
+def path_pass(nodes: Sequence[Node], device: torch.device) -> list[Pass]:
+    keys = [np.concatenate([_rows(nodes[a]) for a in (*n.above, i)]) for i, n in enumerate(nodes)]
+    segments = Segments.of(_sizes(nodes), np.array([len(k) for k in keys]), True, device)
+    return [Pass(None, None if len(nodes) == 1 else _index(keys, device), segments)]
+
+
+def level_passes(nodes: Sequence[Node], device: torch.device) -> list[Pass]:
+    own = _sizes(nodes)
+    passes = [Pass(None, None, Segments.of(own, own, True, device))]
+    for level in range(max(len(n.above) for n in nodes)):
+        parents = [n for n in nodes if len(n.above) == level and n.exit > n.stop]
+        below = np.array([n.exit - n.stop for n in parents])
+        passes.append(
+            Pass(
+                _index([np.arange(n.stop, n.exit) for n in parents], device),
+                _index([_rows(n) for n in parents], device),
+                Segments.of(below, _sizes(parents), False, device),
+            )
+        )
+    return passes
+
+
+def _rows(node: Node) -> NDArray[np.int64]:
+    return np.arange(node.start, node.stop)
+
+
+def _sizes(nodes: Sequence[Node]) -> NDArray[np.int64]:
+    return np.array([n.stop - n.start for n in nodes])
+
+
+def _index(rows: Sequence[NDArray[Any]], device: torch.device) -> Tensor:
+    return torch.as_tensor(np.concatenate(rows), dtype=torch.int64, device=device)
+
+
+TILE = 128  # queries a block of the kernel works on at once
+
+
+def choose_layout(nodes: Sequence[Node], device: torch.device) -> tuple[str, str]:
+    """(layout, why). Work is counted in scores the kernel computes, whole tiles of queries at a time."""
+    if max(len(n.above) for n in nodes) == 0:
+        return "paths", "no branch"
+    if device.type == "cpu":
+        return "levels", "CPU: masks aligned at the end are slow there"
+    tiles = [-(-(n.stop - n.start) // TILE) * TILE for n in nodes]
+    size = [n.stop - n.start for n in nodes]
+    paths = sum(t * sum(size[a] for a in (*n.above, i)) for i, (n, t) in enumerate(zip(nodes, tiles, strict=True)))
+    levels = sum(
+        t * s + (-(-(n.exit - n.stop) // TILE) * TILE) * s for n, t, s in zip(nodes, tiles, size, strict=True)
+    )
+    if paths <= PATHS_WORTH * levels:
+        return "paths", f"{paths / levels:.2f} times the scores of levels, in one pass"
+    return "levels", f"{levels / paths:.2f} times the scores of paths"
+
+
+PATHS_WORTH = 2.0  # how many times the scores of levels one pass over paths may cost and still be faster
+
+
+class CascadePlan:
+    name = "cascade"
+
+    def __init__(self, packed: Packed, device: torch.device, layout: str | None = None) -> None:
+        nodes = nodes_of(packed.exit)
+        self.longest = int(packed.positions.max()) + 1
+        self.layout, self.why = choose_layout(nodes, device) if layout is None else (layout, "asked for")
+        self._nodes, self._device = nodes, device
+        self._passes: dict[str, list[Pass]] = {}
+
+    def passes(self, layout: str) -> list[Pass]:
+        if layout not in self._passes:
+            make = {"paths": path_pass, "levels": level_passes}[layout]
+            self._passes[layout] = make(self._nodes, self._device)
+        return self._passes[layout]
+
+    def attend(
+        self,
+        query: Tensor,  # [1, Hq, T, d]
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # [1, T, Hq, d]
+        if softcap is not None:
+            raise ValueError("cascade attention has no kernel for soft caps: use attention='flex' or 'dense'")
+        if window is not None and window >= self.longest:
+            window = None
+        varlen.check_supported(query, window)
+        # A window is counted along a whole path, which only the layout of paths has in one piece.
+        passes = self.passes("paths" if window is not None else self.layout)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, d]
+        return _Cascade.apply(q, k, v, sinks, passes, scale, window)[None]  # type: ignore[no-untyped-call]
+
+
+class _Cascade(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        passes: list[Pass],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        parts = []
+        for p in passes:
+            qp, kp, vp = _take(q, p.queries), _take(k, p.keys), _take(v, p.keys)
+            parts.append((p.queries, *varlen.forward(qp, kp, vp, p.segments, scale, window)))
+        if len(parts) == 1 and sinks is None:
+            _, out, lse = parts[0]
+        else:
+            out, lse = merge(parts, sinks, len(q))
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.passes, ctx.scale, ctx.window = passes, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        grad = grad.contiguous()
+        dq = dk = dv = None
+        for p in ctx.passes:
+            lp = lse if p.queries is None else lse[:, p.queries].contiguous()
+            g, qp, op = (_take(x, p.queries) for x in (grad, q, out))
+            kp, vp = _take(k, p.keys), _take(v, p.keys)
+            parts = varlen.backward(g, qp, kp, vp, op, lp, p.segments, ctx.scale, ctx.window)
+            dq = _put(dq, len(q), p.queries, parts[0])
+            dk = _put(dk, len(k), p.keys, parts[1])
+            dv = _put(dv, len(v), p.keys, parts[2])
+        assert dq is not None and dk is not None and dv is not None
+        dsinks = None
+        if sinks is not None:
+            share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T], what the sink takes of each row
+            row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
+            dsinks = -(share * row).sum(1).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+
+
+def merge(
+    parts: Sequence[tuple[Tensor | None, Tensor, Tensor]], sinks: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs over disjoint sets of keys into one, weighted by their log-sum-exps, in at least float32.
+
+    A row that a part does not hold has no keys there: its log-sum-exp is −∞ and its weight 0. A sink joins the
+    log-sum-exp and gives nothing.
+    """
+    _, first, first_lse = parts[0]
+    assert parts[0][0] is None  # the first part holds every row
+    lse = first_lse
+    for index, _, part in parts[1:]:
+        merged = torch.logaddexp(lse if index is None else lse[:, index], part)
+        lse = merged if index is None else lse.index_copy(1, index, merged)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+    out = first.to(lse.dtype) * (first_lse - lse).exp().T[:, :, None]
+    for index, o, part in parts[1:]:
+        weight = (part - (lse if index is None else lse[:, index])).exp().T[:, :, None]
+        weighted = o.to(lse.dtype) * weight
+        out = out + weighted if index is None else out.index_add_(0, index, weighted)
+    return out.to(first.dtype), lse
+
+
+def _take(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)
+
+
+def _put(total: Tensor | None, rows: int, index: Tensor | None, part: Tensor) -> Tensor:
+    """Add `part` to the rows it came from, in at least float32: a shared row's gradient is a sum over its users."""
+    if total is None and index is None:
+        return part
+    precise = torch.promote_types(part.dtype, torch.float32)
+    total = part.new_zeros(rows, *part.shape[1:], dtype=precise) if total is None else total.to(precise)
+    return total.add_(part) if index is None else total.index_add_(0, index, part.to(precise))

@@ -1,0 +1,134 @@
+"""FlexAttention with `(k <= q) & (q < exit[k])`: one compiled kernel for windows, soft caps and sinks, on GPUs.
+
+The block mask comes straight from the integers. The rows that see any row of key block j are exactly the rows from
+its first one to the largest exit in it; those that see all of it end at the smallest exit. So two numbers a block
+decide, and nothing of size T × T is ever built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from memopd.compile import Packed
+
+BLOCK = 128
+
+Mod = Callable[..., Tensor]
+
+
+class FlexPlan:
+    name = "flex"
+
+    def __init__(self, packed: Packed, device: torch.device) -> None:
+        if device.type == "cpu":
+            raise ValueError("flex attention has no backward pass on the CPU: use attention='dense' or 'cascade'")
+        # Padding to whole blocks keeps shapes few. A padding row sees itself alone and is seen by nobody else.
+        self.rows = len(packed)
+        self.padded = -(-self.rows // BLOCK) * BLOCK
+        self.exit = torch.arange(1, self.padded + 1, dtype=torch.int32, device=device)
+        self.exit[: self.rows] = torch.as_tensor(packed.exit, device=device)
+        self.positions = torch.zeros(self.padded, dtype=torch.int32, device=device)
+        self.positions[: self.rows] = torch.as_tensor(packed.positions, device=device)
+        self.longest = int(packed.positions.max()) + 1
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        if window not in self._masks:
+            limit = None if window is None else torch.tensor(window, device=self.exit.device)
+            self._masks[window] = build_block_mask(self.exit, self.positions, limit)
+        return self._masks[window]
+
+    def attend(
+        self,
+        query: Tensor,  # [1, Hq, T, d]
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # [1, T, Hq, d]
+        if window is not None and window >= self.longest:
+            window = None
+        more = self.padded - self.rows
+        if more:
+            query, key, value = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (query, key, value))
+        out, lse = _compiled()(
+            query,
+            key,
+            value,
+            score_mod=None if softcap is None else _soft_cap(torch.tensor(softcap, device=query.device)),
+            block_mask=self.block_mask(window),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_lse=True,
+        )
+        if sinks is not None:  # a sink takes its share of the softmax and gives nothing
+            out = out * torch.sigmoid(lse - sinks[None, :, None]).to(out.dtype)[..., None]
+        return out[:, :, : self.rows].transpose(1, 2)
+
+
+def build_block_mask(exit: Tensor, positions: Tensor, window: Tensor | None) -> BlockMask:
+    """Which blocks are empty, partial or full, from each block's extreme exits and positions."""
+    blocks = len(exit) // BLOCK
+    first = torch.arange(blocks, device=exit.device, dtype=torch.int32) * BLOCK
+    by_block = exit.view(blocks, BLOCK)
+    low, high = by_block.amin(1), by_block.amax(1)  # of key blocks
+    q, k = first[:, None], first[None, :]
+    some = (k <= q) & (q < high[None])
+    full = (k < q) & (q + BLOCK <= low[None])
+    if window is not None:
+        depth = positions.view(blocks, BLOCK)
+        shallow, deep = depth.amin(1), depth.amax(1)
+        some &= shallow[:, None] - deep[None] < window
+        full &= deep[:, None] - shallow[None] < window
+    partial = some & ~full
+    return BlockMask.from_kv_blocks(
+        *_lists(partial),
+        *_lists(full & some),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_visible(exit) if window is None else _visible_within(exit, positions, window),
+        seq_lengths=(len(exit), len(exit)),
+    )
+
+
+def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row of blocks: how many are set, and which, those first."""
+    count = blocks.sum(1, dtype=torch.int32)
+    order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], order[None, None].contiguous()
+
+
+# Closures over tensors, never over Python numbers: a new number would compile a new kernel for every pack.
+
+
+def _visible(exit: Tensor) -> Mod:
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < exit[k])
+
+    return mask_mod
+
+
+def _visible_within(exit: Tensor, positions: Tensor, window: Tensor) -> Mod:
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < exit[k]) & (positions[q] - positions[k] < window)
+
+    return mask_mod
+
+
+def _soft_cap(cap: Tensor) -> Mod:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh(score / cap) * cap
+
+    return score_mod
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=True)

@@ -1,0 +1,220 @@
+"""Attention over segments of different length: many (queries, keys) pairs in one call, forward and backward.
+
+    segment s:  queries q[q_start[s] : q_stop[s]]  against keys k[k_start[s] : k_stop[s]]
+
+Causal segments are aligned at the end: the last query sees every key. Forward returns the output and the
+log-sum-exp of the scores; backward takes both as *arguments*, so that a caller who merged several segments'
+results can hand in the merged ones: the parts then sum to the gradient of the whole.
+
+One primitive per device and precision: FlashAttention on GPUs in half precision, the memory-efficient kernel
+there in float32, and PyTorch's CPU flash kernel, segment by segment, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    cu_q: Tensor  # [S + 1] int32, where segments start and stop in q
+    cu_k: Tensor  # [S + 1] int32, in k
+    max_q: int
+    max_k: int
+    causal: bool
+    bounds: tuple[tuple[int, int, int, int], ...] = ()  # the same as integers, for loops on the CPU
+
+    @classmethod
+    def of(cls, q: NDArray[Any], k: NDArray[Any], causal: bool, device: torch.device) -> Segments:
+        """From the length of every segment's queries and keys. None may be empty: a kernel may die on one."""
+        assert len(q) == len(k) > 0
+        assert (np.minimum(q, k) > 0).all()
+        assert not causal or (q <= k).all()
+        cu_q, cu_k = np.cumsum([0, *q]), np.cumsum([0, *k])
+        bounds = tuple(zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), cu_k[:-1].tolist(), cu_k[1:].tolist(), strict=True))
+        return cls(
+            torch.as_tensor(cu_q, dtype=torch.int32, device=device),
+            torch.as_tensor(cu_k, dtype=torch.int32, device=device),
+            int(q.max()),
+            int(k.max()),
+            causal,
+            bounds if device.type == "cpu" else (),
+        )
+
+
+def check_supported(query: Tensor, window: int | None) -> None:
+    """One line with the alternative for what has no kernel."""
+    d = query.shape[-1]
+    if query.is_cuda and query.dtype == torch.float64:
+        raise ValueError("cascade attention has no float64 kernel on a GPU: use attention='dense'")
+    if query.is_cuda and query.dtype != torch.float32 and (d % 8 or d > 256):
+        raise ValueError(f"cascade attention needs a head dimension of 8, 16, ... 256, got {d}: use attention='flex'")
+    if query.is_cuda and query.dtype == torch.float32 and window is not None:
+        raise ValueError("cascade attention has no float32 kernel for sliding windows: use attention='flex'")
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """q [Tq, Hq, d], k and v [Tk, Hkv, d] -> out [Tq, Hq, d], log-sum-exp [Hq, Tq] in at least float32."""
+    if not q.is_cuda:
+        return _cpu_forward(q, k, v, segments, scale, window)
+    if q.dtype == torch.float32:
+        return _efficient_forward(q, k, v, segments, scale)
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, 0.0, segments.causal, False,
+        scale=scale, **_window(window),
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), where `out` and `lse` may be those of a larger whole that these segments are a part of."""
+    if not q.is_cuda:
+        return _cpu_backward(grad, q, k, v, out, lse, segments, scale, window)
+    if q.dtype == torch.float32:
+        return _efficient_backward(grad, q, k, v, out, lse, segments, scale)
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+    dq, dk, dv = aten._flash_attention_backward(
+        grad, q, k, v, out, lse, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, 0.0, segments.causal,
+        torch.zeros(2, dtype=torch.uint64, device=q.device), unused, scale=scale, **_window(window),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _window(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+# ---- CPU: one segment at a time ---------------------------------------------------------------------------------
+
+
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+    for (qa, qb, ka, kb), options in _cpu_segments(segments, q, window):
+        o, part = aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads(q[qa:qb]), _heads(k[ka:kb]), _heads(v[ka:kb]), scale=scale, **options
+        )
+        out[qa:qb] = o[0].transpose(0, 1)
+        lse[:, qa:qb] = part[0]
+    return out, lse
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    segments: Segments, scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for (qa, qb, ka, kb), options in _cpu_segments(segments, q, window):
+        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _heads(grad[qa:qb]), _heads(q[qa:qb]), _heads(k[ka:kb]), _heads(v[ka:kb]), _heads(out[qa:qb]),
+            lse[None, :, qa:qb].contiguous(), 0.0, scale=scale, **options,
+        )  # fmt: skip
+        dq[qa:qb], dk[ka:kb], dv[ka:kb] = (part[0].transpose(0, 1) for part in parts)
+    return dq, dk, dv
+
+
+def _cpu_segments(
+    segments: Segments, q: Tensor, window: int | None
+) -> Iterator[tuple[tuple[int, int, int, int], dict[str, Any]]]:
+    """The kernel's causal mask is aligned at the start and knows no window: elsewhere the mask is spelt out."""
+    for bounds in segments.bounds:
+        queries, keys = bounds[1] - bounds[0], bounds[3] - bounds[2]
+        plain = queries == keys and (window is None or window >= keys)
+        if not segments.causal or plain:
+            yield bounds, {"is_causal": segments.causal}
+            continue
+        back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)  # how far back each key is
+        hidden = (back < 0) | (back >= (window or keys + 1))
+        mask = torch.zeros(queries, keys, dtype=q.dtype).masked_fill(hidden, float("-inf"))
+        yield bounds, {"is_causal": False, "attn_mask": mask}
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]  # [T, H, d] -> [1, H, T, d]
+
+
+# ---- GPU, float32: the memory-efficient kernel, one key-value head at a time ------------------------------------
+# It knows no grouped queries, but takes any stride: all query heads of a group read one key head, not copied.
+
+_BOTTOM_RIGHT = 2  # its name for a causal mask aligned at the end
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for qh, kh, vh in _groups(q, k, v):
+        out, lse, *_ = aten._efficient_attention_forward(
+            qh, kh, vh, None, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, 0.0,
+            _BOTTOM_RIGHT if segments.causal else 0, True, scale=scale,
+        )  # fmt: skip
+        outs.append(out[0])
+        lses.append(_from_padded(lse, segments))
+    return torch.cat(outs, 1), torch.cat(lses, 0)
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    dqs, dks, dvs = [], [], []
+    for i, (qh, kh, vh) in enumerate(_groups(q, k, v)):
+        heads = slice(i * groups, (i + 1) * groups)
+        dq, dk, dv, _ = aten._efficient_attention_backward(
+            grad[None, :, heads].contiguous(), qh, kh, vh, None, out[None, :, heads].contiguous(),
+            segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, _to_padded(lse[heads], segments), 0.0,
+            seed, seed, _BOTTOM_RIGHT if segments.causal else 0, False, scale=scale,
+        )  # fmt: skip
+        dqs.append(dq[0])
+        dks.append(dk[0].sum(1, keepdim=True))
+        dvs.append(dv[0].sum(1, keepdim=True))
+    return torch.cat(dqs, 1), torch.cat(dks, 1), torch.cat(dvs, 1)
+
+
+def _groups(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    groups = q.shape[1] // k.shape[1]
+    for i in range(k.shape[1]):
+        qh = q[None, :, i * groups : (i + 1) * groups]
+        yield qh, k[None, :, i : i + 1].expand(-1, -1, groups, -1), v[None, :, i : i + 1].expand(-1, -1, groups, -1)
+
+
+def _slots(segments: Segments) -> tuple[Tensor, Tensor]:
+    """Segment and place of every query: that kernel keeps log-sum-exps as [S, H, longest], padded to 32."""
+    lengths = segments.cu_q.diff().long()
+    segment = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return segment, torch.arange(len(segment), device=lengths.device) - segments.cu_q[:-1].long()[segment]
+
+
+def _from_padded(lse: Tensor, segments: Segments) -> Tensor:
+    segment, place = _slots(segments)
+    return lse[segment, :, place].T.contiguous()
+
+
+def _to_padded(lse: Tensor, segments: Segments) -> Tensor:
+    segment, place = _slots(segments)
+    longest = -(-segments.max_q // 32) * 32
+    padded = lse.new_full((len(segments.cu_q) - 1, lse.shape[0], longest), float("inf"))
+    padded[segment, :, place] = lse.T
+    return padded
