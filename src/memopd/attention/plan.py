@@ -46,12 +46,54 @@ class Plan(Protocol):
 KERNELS = {"dense": DensePlan, "cascade": CascadePlan, "flex": FlexPlan}
 
 
-def make_plan(packed: Packed, attention: str, model: nn.Module) -> Plan:
-    """The plan of `packed` for the kernel called `attention`."""
-    if attention not in KERNELS:
-        raise ValueError(f"unknown attention {attention!r}: choose from {', '.join(KERNELS)}")
+def make_plan(packed: Packed, attention: str, model: Any) -> Plan:
+    """The plan of `packed` for the kernel called `attention`; "auto" chooses one and says why."""
     parameter = next(model.parameters())
-    return KERNELS[attention](packed, parameter.device)
+    if attention == "auto":
+        attention, why = choose_attention(model.config.get_text_config(), parameter, len(packed))
+        _say_once(f"attention: {attention} ({why})")
+    if attention not in KERNELS:
+        raise ValueError(f"unknown attention {attention!r}: choose from auto, {', '.join(KERNELS)}")
+    plan = KERNELS[attention](packed, parameter.device)
+    if isinstance(plan, CascadePlan):
+        _say_once(f"cascade: {plan.layout} ({plan.why})", logging.DEBUG)
+    return plan
+
+
+CPU_CASCADE_FROM = 1024  # rows; below it one dense mask is faster on a CPU (`memopd bench attention`)
+
+
+def choose_attention(config: Any, parameter: Tensor, rows: int) -> tuple[str, str]:
+    """(kernel, why) for this model, device, precision and number of rows."""
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    )
+    softcap = bool(getattr(config, "attn_logit_softcapping", None))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if parameter.device.type == "cpu":
+        if softcap:
+            return "dense", "soft caps on a CPU"
+        if rows < CPU_CASCADE_FROM:
+            return "dense", f"under {CPU_CASCADE_FROM} rows on a CPU"
+        return "cascade", f"{CPU_CASCADE_FROM} rows or more on a CPU"
+    if parameter.dtype == torch.float64:
+        return "dense", "float64 has no other kernel on a GPU"
+    if softcap:
+        return "flex", "soft caps"
+    if parameter.dtype == torch.float32:
+        return ("flex", "sliding windows in float32") if windows else ("cascade", "float32, memory-efficient kernel")
+    if head_dim % 8 or head_dim > 256:
+        return "flex", f"a head dimension of {head_dim}"
+    return "cascade", "FlashAttention on trie paths"
+
+
+_said: set[str] = set()
+
+
+def _say_once(line: str, level: int = logging.INFO) -> None:
+    if line not in _said:
+        _said.add(line)
+        log.log(level, line)
 
 
 @torch.compiler.disable  # a plan is made of index tensors: the rest of the model compiles around it

@@ -283,8 +283,10 @@ def _rename_new(temporary: Path, target: Path) -> bool:
 
 def _fsync(directory: Path) -> None:
     handle = os.open(directory, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _read_file(path: Path) -> Iterator[Episode]:
@@ -359,3 +361,5 @@ def _check_schema(path: Path, schema: Any) -> None:
         here, must = found.get(name, "missing"), wanted.get(name, "missing")
         if here != must:
             raise StoreError(f"{path}: another schema: column {name!r} is {here}, must be {must}")
+    if len(found) < len(schema):
+        raise StoreError(f"{path}: another schema: two columns have one name")

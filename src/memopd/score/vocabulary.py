@@ -1,6 +1,7 @@
 """One pass over the vocabulary: log p(a), entropy and the reverse KL to a teacher from one chunk's logits.
 
 Nothing of shape [decisions, vocabulary] outlives its chunk: the backward pass computes a chunk's logits again.
+On a GPU two Triton kernels (`fused`) do the reductions; elsewhere, and in float64, plain PyTorch.
 """
 
 from __future__ import annotations
@@ -40,22 +41,17 @@ def vocabulary_scores(
     chunk: int = CHUNK,
 ) -> VocabularyScores:
     """Differentiable in `states` and in the head's weights. Log-probabilities are at `temperature`."""
+    theirs = (None, None) if teacher is None else (teacher.head, teacher.states)
+    if states.is_cuda and head.weight.dtype != torch.float64:
+        from memopd.score.fused import fused_scores  # Triton exists only where there is a GPU
+
+        return VocabularyScores(*fused_scores(head, states, tokens, temperature, *theirs, chunk))
     columns: list[tuple[Tensor, ...]] = []
     for at in range(0, len(tokens), chunk):
         part = slice(at, at + chunk)
-        teacher_states = None if teacher is None else teacher.states[part].to(states.device)
-        columns.append(
-            checkpoint(
-                reference_scores,
-                head,
-                states[part],
-                tokens[part],
-                temperature,
-                None if teacher is None else teacher.head,
-                teacher_states,
-                use_reentrant=False,
-            )
-        )
+        their_states = None if theirs[1] is None else theirs[1][part].to(states.device)
+        arguments = (head, states[part], tokens[part], temperature, theirs[0], their_states)
+        columns.append(checkpoint(reference_scores, *arguments, use_reentrant=False))
     logprob, entropy, *divergence = (torch.cat(c) for c in zip(*columns, strict=True))
     return VocabularyScores(logprob, entropy, divergence[0] if divergence else None)
 
