@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memopd.attention import varlen
+from memopd.attention.copies import Copies
 from memopd.attention.varlen import Segments
 from memopd.compile import Packed
 
@@ -57,15 +58,16 @@ def nodes_of(exit: NDArray[Any]) -> list[Node]:
 class Pass:
     """One call of the kernel: which rows ask, which answer (None: all of them, as they lie), in what segments."""
 
-    queries: Tensor | None
-    keys: Tensor | None
+    queries: Copies | None
+    keys: Copies | None
     segments: Segments
 
 
 def path_pass(nodes: Sequence[Node], device: torch.device) -> list[Pass]:
     keys = [np.concatenate([_rows(nodes[a]) for a in (*n.above, i)]) for i, n in enumerate(nodes)]
     segments = Segments.of(_sizes(nodes), np.array([len(k) for k in keys]), True, device)
-    return [Pass(None, None if len(nodes) == 1 else _index(keys, device), segments)]
+    branching = any(n.above for n in nodes)
+    return [Pass(None, _copies(keys, nodes, device) if branching else None, segments)]
 
 
 def level_passes(nodes: Sequence[Node], device: torch.device) -> list[Pass]:
@@ -76,8 +78,8 @@ def level_passes(nodes: Sequence[Node], device: torch.device) -> list[Pass]:
         below = np.array([n.exit - n.stop for n in parents])
         passes.append(
             Pass(
-                _index([np.arange(n.stop, n.exit) for n in parents], device),
-                _index([_rows(n) for n in parents], device),
+                _copies([np.arange(n.stop, n.exit) for n in parents], nodes, device),
+                _copies([_rows(n) for n in parents], nodes, device),
                 Segments.of(below, _sizes(parents), False, device),
             )
         )
@@ -92,8 +94,8 @@ def _sizes(nodes: Sequence[Node]) -> NDArray[np.int64]:
     return np.array([n.stop - n.start for n in nodes])
 
 
-def _index(rows: Sequence[NDArray[Any]], device: torch.device) -> Tensor:
-    return torch.as_tensor(np.concatenate(rows), dtype=torch.int64, device=device)
+def _copies(rows: Sequence[NDArray[Any]], nodes: Sequence[Node], device: torch.device) -> Copies:
+    return Copies.of(np.concatenate(rows), nodes[-1].stop, device)
 
 
 TILE = 128  # queries a block of the kernel works on at once
@@ -152,7 +154,7 @@ class CascadePlan:
         varlen.check_supported(query, window)
         # A window is counted along a whole path, which only the layout of paths has in one piece.
         passes = self.passes("paths" if window is not None else self.layout)
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, d]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d], as they lie in memory
         return _Cascade.apply(q, k, v, sinks, passes, scale, window)[None]  # type: ignore[no-untyped-call]
 
 
@@ -175,7 +177,7 @@ class _Cascade(torch.autograd.Function):
         if len(parts) == 1 and sinks is None:
             _, out, lse = parts[0]
         else:
-            out, lse = merge(parts, sinks, len(q))
+            out, lse = merge(parts, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.passes, ctx.scale, ctx.window = passes, scale, window
         return out
@@ -186,13 +188,13 @@ class _Cascade(torch.autograd.Function):
         grad = grad.contiguous()
         dq = dk = dv = None
         for p in ctx.passes:
-            lp = lse if p.queries is None else lse[:, p.queries].contiguous()
+            lp = lse if p.queries is None else lse[:, p.queries.index].contiguous()
             g, qp, op = (_take(x, p.queries) for x in (grad, q, out))
             kp, vp = _take(k, p.keys), _take(v, p.keys)
             parts = varlen.backward(g, qp, kp, vp, op, lp, p.segments, ctx.scale, ctx.window)
-            dq = _put(dq, len(q), p.queries, parts[0])
-            dk = _put(dk, len(k), p.keys, parts[1])
-            dv = _put(dv, len(v), p.keys, parts[2])
+            dq = _add(dq, p.queries, parts[0])
+            dk = _add(dk, p.keys, parts[1])
+            dv = _add(dv, p.keys, parts[2])
         assert dq is not None and dk is not None and dv is not None
         dsinks = None
         if sinks is not None:
@@ -203,7 +205,7 @@ class _Cascade(torch.autograd.Function):
 
 
 def merge(
-    parts: Sequence[tuple[Tensor | None, Tensor, Tensor]], sinks: Tensor | None, rows: int
+    parts: Sequence[tuple[Copies | None, Tensor, Tensor]], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Outputs over disjoint sets of keys into one, weighted by their log-sum-exps, in at least float32.
 
@@ -213,27 +215,26 @@ def merge(
     _, first, first_lse = parts[0]
     assert parts[0][0] is None  # the first part holds every row
     lse = first_lse
-    for index, _, part in parts[1:]:
-        merged = torch.logaddexp(lse if index is None else lse[:, index], part)
-        lse = merged if index is None else lse.index_copy(1, index, merged)
+    for held, _, part in parts[1:]:
+        assert held is not None
+        lse = lse.index_copy(1, held.index, torch.logaddexp(lse[:, held.index], part))
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
     out = first.to(lse.dtype) * (first_lse - lse).exp().T[:, :, None]
-    for index, o, part in parts[1:]:
-        weight = (part - (lse if index is None else lse[:, index])).exp().T[:, :, None]
-        weighted = o.to(lse.dtype) * weight
-        out = out + weighted if index is None else out.index_add_(0, index, weighted)
+    for held, o, part in parts[1:]:
+        assert held is not None
+        weight = (part - lse[:, held.index]).exp().T[:, :, None]
+        out.index_add_(0, held.index, o.to(lse.dtype) * weight)  # every row at most once
     return out.to(first.dtype), lse
 
 
-def _take(x: Tensor, index: Tensor | None) -> Tensor:
-    return x if index is None else x.index_select(0, index)
+def _take(x: Tensor, rows: Copies | None) -> Tensor:
+    return x if rows is None else rows.take(x)
 
 
-def _put(total: Tensor | None, rows: int, index: Tensor | None, part: Tensor) -> Tensor:
-    """Add `part` to the rows it came from, in at least float32: a shared row's gradient is a sum over its users."""
-    if total is None and index is None:
+def _add(total: Tensor | None, rows: Copies | None, part: Tensor) -> Tensor:
+    """A shared row's gradient is a sum over its users: within a pass by `Copies`, over passes in float32."""
+    part = part if rows is None else rows.sum(part)
+    if total is None:
         return part
-    precise = torch.promote_types(part.dtype, torch.float32)
-    total = part.new_zeros(rows, *part.shape[1:], dtype=precise) if total is None else total.to(precise)
-    return total.add_(part) if index is None else total.index_add_(0, index, part.to(precise))
+    return total.to(torch.promote_types(total.dtype, torch.float32)).add_(part)

@@ -33,7 +33,7 @@ class Head:
 _checked: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def head_of(model: Any) -> Head:
+def head_of(model: Any, check: bool = True) -> Head:
     """The head of a causal LM. Checked once per model against its own logits: families differ in what follows
     the last product, and a new one must not be scored wrong in silence."""
     embeddings = model.get_output_embeddings()
@@ -44,7 +44,7 @@ def head_of(model: Any) -> Head:
     head = Head(
         embeddings.weight, getattr(embeddings, "bias", None), scale, getattr(config, "final_logit_softcapping", None)
     )
-    if model not in _checked:
+    if check and model not in _checked:
         _check(model, head)
         _checked[model] = True
     return head

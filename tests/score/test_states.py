@@ -1,0 +1,94 @@
+"""Hidden states at the decisions, packed and call by call."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from conftest import mem1_calls, mixed_calls
+
+from memopd.compile import compile_calls, fill
+from memopd.score import backbone, call_states, decision_states, states
+from memopd.types import Call
+from memopd.verify.families import FAMILIES, tiny_model
+
+UNSHARED = ["qwen3-next (linear attention)", "mamba2 (recurrent)", "bloom (own attention)"]
+
+
+def alone(model, call: Call) -> torch.Tensor:
+    """The states that predict the sampled tokens, from the model as it comes."""
+    ids = torch.tensor([[*call.prompt.tolist(), *call.completion[:-1].tolist()]])
+    return backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0, len(call.prompt) - 1 :]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3 (mixed windows)", *UNSHARED])
+@torch.no_grad()
+def test_states_are_those_of_the_calls_in_order(family):
+    """Unshared models too: there the result is the very same computation."""
+    model, calls = tiny_model(family, dtype=torch.float64), mixed_calls(2)
+    expected = torch.cat([alone(model, call) for call in calls if call.trainable])
+    packed = compile_calls(calls)
+    actual = decision_states(model, packed, "dense")
+    assert actual.shape == (len(packed.decisions), expected.shape[1])
+    if family in UNSHARED:
+        assert torch.equal(actual, expected)
+    else:
+        assert (actual - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_packs_of_one_budget_hold_the_states_of_another():
+    model, calls = tiny_model("qwen2", dtype=torch.float64), mixed_calls(5)
+    whole = compile_calls(calls)
+    by_call = decision_states(model, whole, "dense")
+    packs = fill(calls, 60)
+    assert len(packs) > 1
+    for packed in packs:
+        here = np.isin(whole.decisions.call, packed.decisions.call)
+        difference = decision_states(model, packed, "dense") - by_call[torch.as_tensor(here)]
+        assert difference.abs().max() <= 1e-12 * by_call.abs().max()
+
+
+@torch.no_grad()
+def test_call_states_start_where_they_are_told_to():
+    model, (call, *_) = tiny_model("llama"), mem1_calls(0)
+    path = np.concatenate([call.prompt, call.completion[:-1]])
+    every = call_states(model, path, 0)
+    assert len(every) == len(path)
+    assert torch.equal(call_states(model, path, 9), every[9:])
+
+
+def test_states_carry_gradients():
+    model = tiny_model("llama")
+    decision_states(model, compile_calls(mem1_calls(0)), "dense").sum().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "lm_head" not in n)
+
+
+@pytest.mark.parametrize("family", UNSHARED)
+@torch.no_grad()
+def test_running_unshared_is_said_once(family, caplog, monkeypatch):
+    monkeypatch.setattr(states, "_noticed", set())
+    packed = compile_calls(mem1_calls(0, calls=2))
+    with caplog.at_level(logging.WARNING, "memopd"):
+        for seed in range(2):
+            model = tiny_model(family, seed)
+            decision_states(model, packed, "dense")
+            decision_states(model, packed, "dense")
+    (record,) = [r for r in caplog.records if r.name == "memopd"]
+    assert type(model).__name__ in record.message
+    assert record.message.endswith("its calls run one by one, exact but unshared")
+
+
+@torch.no_grad()
+def test_shared_models_say_nothing(caplog, monkeypatch):
+    monkeypatch.setattr(states, "_noticed", set())
+    with caplog.at_level(logging.WARNING, "memopd"):
+        decision_states(tiny_model("llama"), compile_calls(mem1_calls(0, calls=2)), "dense")
+    assert not [r for r in caplog.records if r.name == "memopd"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_backbone_has_no_head(family):
+    model = tiny_model(family)
+    out = backbone(model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
+    assert out.last_hidden_state.shape == (1, 2, 64)
