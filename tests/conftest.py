@@ -1,5 +1,9 @@
 """Calls as agents with compact memory make them, from a seed."""
 
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported: no test reaches for a network
+
 import numpy as np
 import torch
 
@@ -22,7 +26,7 @@ def mem1_calls(seed: int, calls: int = 4, q: int = 10, a: int = 6, o: int = 7) -
 
 def mixed_calls(seed: int) -> list[Call]:
     """Every way in which calls share: two rollouts of one task, an append-only turn, a resampled and a repeated
-    call, a call of another task, and one that is context only. Lengths vary; most paths are longer than a window."""
+    call, a call of another task, one that is context only. Lengths vary; most paths are longer than a window."""
     rng = np.random.default_rng(seed)
 
     def some(low: int, high: int) -> list[int]:

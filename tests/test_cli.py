@@ -19,9 +19,9 @@ MEMOPD = [sys.executable, "-m", "memopd.cli"]
 
 
 def memopd(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    run = [*MEMOPD, *arguments]
-    return subprocess.run(run, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
+    """The command in a process of its own, on one thread: idle ones would only spin beside so small a model."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([*MEMOPD, *arguments], capture_output=True, text=True, env=environment, timeout=300)
 
 
 @pytest.fixture
@@ -30,7 +30,6 @@ def call_main(monkeypatch, capfd):
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["memopd", *map(str, arguments)])
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         shown = capfd.readouterr()
@@ -60,7 +59,7 @@ def one_line(text: str) -> str:
     return line
 
 
-# ---- quick ----------------------------------------------------------------------------------------------------------
+# ---- quick --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["audit", "--help"], ["draw", "--help"], ["import", "--help"]])
@@ -90,7 +89,7 @@ def test_the_console_script_is_this_command():
     assert script.load() is cli.main
 
 
-# ---- one line and exit status 2 -----------------------------------------------------------------------------------------
+# ---- one line and exit status 2 -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [["audit"], ["audit", "episodes"], ["audit", "episodes", "--demo"]])
@@ -155,7 +154,7 @@ def test_an_unknown_kernel_or_precision(call_main):
         assert option in err
 
 
-# ---- audit ------------------------------------------------------------------------------------------------------------
+# ---- audit --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -212,7 +211,7 @@ def test_exit_status_1_when_packing_is_not_exact(call_main, store, tmp_path):
     assert "NOT EQUIVALENT" in out
 
 
-# ---- import and draw ----------------------------------------------------------------------------------------------------
+# ---- import and draw ----------------------------------------------------------------------------------------
 
 
 def test_import(call_main, tmp_path):

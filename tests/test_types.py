@@ -151,7 +151,7 @@ def test_types_are_frozen():
 
 def test_equality_is_by_value():
     a = Call([5, 6], [7], [-1.0], stop="stop", segments=[Segment("prefix", 0, 2)], name="here")
-    b = Call(np.array([5, 6]), (7,), (-1,), stop=StopReason.STOP, segments=(Segment("prefix", 0, 2),), name="there")
+    b = Call(np.array([5, 6]), (7,), (-1,), StopReason.STOP, segments=(Segment("prefix", 0, 2),), name="there")
     assert a == b
     assert Episode("e", "t", [a]) == Episode("e", "t", (b,))
     assert a != "a call"

@@ -23,7 +23,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure: every claim about speed has a command here.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 140)  # files and pipes get whole tables
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -145,6 +145,178 @@ def draw(
         raise ValueError(f"{episodes}: there is no episode {episode!r}")
     draw_pack(compile_calls(found.calls), output, f"episode {episode}")
     out.print(str(output), markup=False)
+
+
+@app.command()
+def models(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write Markdown there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which model families share rows, which run unshared, what is refused: checked now, with tiny random weights."""
+    from memopd.verify.models import check_families, markdown
+
+    rows = list(track("families", check_families()))
+    if as_json:
+        print(json.dumps([row.as_dict() for row in rows]))
+    elif output is None:
+        out.print(markdown(rows), markup=False)
+    else:
+        write_text(output, markdown(rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+# ---- benchmarks -------------------------------------------------------------------------------------------------
+
+Plot = Annotated[Path | None, typer.Option(help="Also draw, to this file.")]
+Repeats = Annotated[int, typer.Option(help="Timed repetitions; the median counts.")]
+
+
+def show(results: list[Any], tables: list[Any], as_json: bool, **more: Any) -> None:
+    """Results as JSON with what they were measured on, or as tables."""
+    from memopd.bench.timing import machine
+
+    if as_json:
+        print(json.dumps({"machine": machine(), **more, "results": [r.as_dict() for r in results]}))
+        return
+    out.print(", ".join(machine().values()), *(f"{k} {v}" for k, v in more.items()), markup=False)
+    for made in tables:
+        out.print(made)
+
+
+@bench.command("compile")
+def bench_compile(
+    episodes: Annotated[int, typer.Option()] = 256,
+    calls: Annotated[int, typer.Option(help="Calls an episode, about 1,000 tokens each.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """The compiler: tokens per second on one core, ten times the calls beside it, memory."""
+    from memopd.bench.compiler import run_compile
+
+    results = [run_compile(n, calls) for n in track("compile", [episodes, 10 * episodes])]
+    if as_json:
+        print(json.dumps([r.as_dict() for r in results]))
+        return
+    for r in results:
+        out.print(
+            f"{r.calls:,} calls, {r.tokens:,} tokens -> {r.rows:,} rows: {r.seconds:.3f} s of CPU, "
+            f"{r.tokens_per_second / 1e6:.1f} M tokens/s, memory {r.memory:.2f} × input"
+        )
+    out.print(f"ten times the calls took {results[1].seconds / results[0].seconds:.1f} times as long")
+
+
+@bench.command("actor")
+def bench_actor(
+    model: Annotated[str, typer.Option(help="A model shape (random weights) or a folder.")] = "qwen2.5-3b",
+    shapes: Annotated[str, typer.Option(help="Of q2, q8, q16, audit, append; comma-separated.")] = "q2,q8,q16",
+    batches: Annotated[str, typer.Option(help="Multiples of a shape's trajectories.")] = "1,2,4",
+    episodes: Annotated[Path | None, typer.Option(help="Recorded episodes instead of shapes.")] = None,
+    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, in all arms.")] = True,
+    repeats: Repeats = 5,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Forward and backward of an actor over the same calls: independent, merged, packed."""
+    import torch
+
+    from memopd.bench.actor import compile_layers, run_actor
+    from memopd.bench.shapes import MODELS, episodes_of, random_model
+    from memopd.bench.tables import actor_table, plot_actor
+    from memopd.bench.timing import matmul_peak
+    from memopd.record import read_episodes
+
+    policy = random_model(model, getattr(torch, dtype), device()) if model in MODELS else load_model(model, dtype)
+    if compiled and device() == "cuda":
+        compile_layers(policy)
+    peak = matmul_peak(getattr(torch, dtype), device())
+    if episodes is not None:
+        work = [(episodes.name, 1, list(read_episodes(episodes)))]
+    else:
+        work = [(s, int(b), episodes_of(s, int(b))) for s in shapes.split(",") for b in batches.split(",")]
+    results = []
+    for name, batch, recorded in track("actor", work):
+        results.append(run_actor(policy, recorded, name, batch, peak, repeats))
+        err.print(actor_table(results[-1])) if as_json else None
+    show(results, [actor_table(r) for r in results], as_json, model=model, dtype=dtype, compiled=compiled,
+         matmul_tflops=round(peak / 1e12, 1))  # fmt: skip
+    if plot is not None:
+        plot_actor(results, plot)
+
+
+@bench.command("head")
+def bench_head(
+    decisions: Annotated[int, typer.Option()] = 8192,
+    vocabulary: Annotated[int, typer.Option()] = 151_936,
+    widths: Annotated[str, typer.Option(help="student:teacher, comma-separated.")] = "2048:3584,2048:2048,3584:3584",
+    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    repeats: Repeats = 5,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """log p, entropy and reverse KL over the full vocabulary, forward and backward."""
+    import torch
+
+    from memopd.bench.head import run_head
+    from memopd.bench.tables import head_table, plot_head
+
+    pairs = [tuple(int(w) for w in pair.split(":")) for pair in widths.split(",")]
+    kind = getattr(torch, dtype)
+    results = [run_head(decisions, vocabulary, s, t, kind, device(), repeats) for s, t in track("head", pairs)]
+    show(results, [head_table(r) for r in results], as_json, dtype=dtype)
+    if plot is not None:
+        plot_head(results, plot)
+
+
+@bench.command("attention")
+def bench_attention(
+    rows: Annotated[str, typer.Option()] = "1024,4096,16384,65536",
+    depths: Annotated[str, typer.Option()] = "2,4,8",
+    calls: Annotated[str, typer.Option(help="Calls in the trie, about.")] = "8,64,512",
+    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    repeats: Repeats = 5,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """The kernels alone, on tries of several depths and sizes."""
+    import torch
+
+    from memopd.bench.attention import sweep
+    from memopd.bench.tables import attention_table, plot_attention
+
+    numbers = [[int(n) for n in values.split(",")] for values in (rows, depths, calls)]
+    results = list(track("attention", sweep(*numbers, getattr(torch, dtype), device(), repeats)))
+    show(results, [attention_table(results)], as_json, dtype=dtype)
+    if plot is not None:
+        plot_attention(results, plot)
+
+
+@bench.command("rce")
+def bench_rce(
+    model: Annotated[str, typer.Option(help="A model shape, random weights.")] = "qwen2.5-3b",
+    shapes: Annotated[str, typer.Option()] = "q2,q16",
+    dtypes: Annotated[str, typer.Option()] = "float32,bfloat16",
+    attentions: Annotated[str, typer.Option()] = "cascade,flex",
+    gradients: Annotated[bool, typer.Option("--gradients/--no-gradients")] = True,
+    as_json: Json = False,
+) -> None:
+    """Packed logits and gradients against every call alone. Exit status 1 when a check does not pass."""
+    import torch
+
+    from memopd.bench.rce import run_rce
+    from memopd.bench.tables import rce_table
+
+    results = []
+    for dtype, shape in track("rce", [(d, s) for d in dtypes.split(",") for s in shapes.split(",")]):
+        results += run_rce(model, shape, getattr(torch, dtype), attentions.split(","), device(), gradients)
+    show(results, [rce_table(results)], as_json, model=model)
+    ok = all(r.logits.passed and (r.gradients is None or r.gradients.passed) for r in results)
+    raise typer.Exit(0 if ok else 1)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def packed():
     return compile_calls(mem1_calls(0))
 
 
-# ---- refusals -----------------------------------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", SHARED)
@@ -77,7 +77,7 @@ def test_an_unknown_kernel_names_the_known_ones(packed):
         make_plan(packed, "dnse", tiny_model("llama"))
 
 
-# ---- whose attention it is, before and after ------------------------------------------------------------------------
+# ---- whose attention it is, before and after ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", ["sdpa", "eager"])
@@ -151,7 +151,7 @@ def test_checkpointed_gradients_are_those_of_the_calls_alone(family):
     assert report.passed
 
 
-# ---- which kernel -------------------------------------------------------------------------------------------------
+# ---- which kernel -------------------------------------------------------------------------------------------
 
 
 def config_of(**more) -> SimpleNamespace:
@@ -191,7 +191,7 @@ def test_auto_says_once_what_it_chose(packed, caplog, monkeypatch):
     assert [r.message for r in caplog.records] == ["attention: dense (under 1024 rows on a CPU)"]
 
 
-# ---- the dense plan by hand -----------------------------------------------------------------------------------------
+# ---- the dense plan by hand ---------------------------------------------------------------------------------
 
 
 def test_visibility_of_the_example():

@@ -38,7 +38,7 @@ def test_the_reference_keeps_soft_caps_and_sinks(family):
     assert reference_attention(tiny_model(family)) == expected
 
 
-# ---- rope types that change with the longest call -------------------------------------------------------------------
+# ---- rope types that change with the longest call -----------------------------------------------------------
 
 
 def dynamic_llama(limit: int):
@@ -74,7 +74,7 @@ def test_up_to_the_switch_all_is_exact(rope):
 def test_past_the_switch_is_refused(rope):
     make, limit = MODELS[rope]
     model, calls = make(), [*mem1_calls(0), call_of(limit + 1)]
-    message = f"a call of {limit + 1} tokens passes the length of {limit} at which this model's {rope} rope changes"
+    message = f"call of {limit + 1} tokens passes the length of {limit} at which this model's {rope} rope changes"
     with pytest.raises(ValueError, match=message):
         equivalence(model, calls, "dense")
     with pytest.raises(ValueError, match=message):
@@ -107,5 +107,5 @@ def test_rope_parameters_of_each_layer_type_are_read():
     ropes = model.config.rope_parameters
     assert all(isinstance(value, dict) for value in ropes.values())
     ropes["full_attention"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
-    with pytest.raises(ValueError, match="passes the length of 512 .* dynamic rope"):
+    with pytest.raises(ValueError, match=r"passes the length of 512 .* dynamic rope"):
         check_length(model, 513)

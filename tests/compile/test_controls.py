@@ -28,7 +28,11 @@ def with_segments(calls: list[Call], observations: list[list[int]]) -> list[Call
     recorded = []
     for t, (call, new) in enumerate(zip(calls, observations, strict=True)):
         start = len(call.prompt) - len(new)
-        spans = [Segment("prefix", 0, 2), Segment("memory", 2, start, t - 1), Segment("observation", start, len(call.prompt))]
+        memory, observed = (
+            Segment("memory", 2, start, t - 1),
+            Segment("observation", start, len(call.prompt), t - 1),
+        )
+        spans = [Segment("prefix", 0, 2), memory, observed]
         recorded.append(Call(call.prompt, call.completion, segments=spans if t else spans[:1]))
     return recorded
 
@@ -65,8 +69,8 @@ def test_the_first_call_may_have_a_context_of_its_own(rule):
 
 
 def test_several_observations_in_one_prompt_are_kept_in_order():
-    spans = [Segment("prefix", 0, 1), Segment("observation", 1, 2), Segment("memory", 2, 3), Segment("observation", 3, 5)]
-    call = Call([1, 20, 10, 21, 22], [30], segments=spans)
+    observed = [Segment("observation", 1, 2), Segment("observation", 3, 5)]
+    call = Call([1, 20, 10, 21, 22], [30], segments=[Segment("memory", 2, 3), *observed])
     assert observation(call, np.array([10], np.int32), np.array([10], np.int32), 1).tolist() == [20, 21, 22]
     only_memory = Call([1, 10], [30], segments=[Segment("memory", 1, 2, source=0)])
     assert observation(only_memory, np.array([10], np.int32), np.array([10], np.int32), 1).tolist() == []
@@ -107,7 +111,7 @@ def test_stable_prefix():
     assert stable_prefix(Episode("e", "t", marked)) == 1  # what was recorded goes before what could be inferred
 
 
-# ---- corrupted states ---------------------------------------------------------------------------------------------
+# ---- corrupted states ---------------------------------------------------------------------------------------
 
 
 def test_corruption_stays_within_each_tree():
@@ -148,7 +152,7 @@ def test_a_call_alone_has_no_state_to_corrupt():
     assert np.array_equal(wrong.positions, packed.positions)
 
 
-# ---- wrong domains ------------------------------------------------------------------------------------------------
+# ---- wrong domains ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -17,7 +17,7 @@ from memopd.verify.structure import structural_problems
 
 Prefix = tuple[int, ...]
 
-# ---- the explicit trie --------------------------------------------------------------------------------------------
+# ---- the explicit trie --------------------------------------------------------------------------------------
 
 
 def path_of(call: Call) -> Prefix:
@@ -81,7 +81,7 @@ def states_and_tokens(packs: list[Packed]) -> Counter[tuple[bytes, int]]:
     )
 
 
-# ---- any trie -----------------------------------------------------------------------------------------------------
+# ---- any trie -----------------------------------------------------------------------------------------------
 
 few_ids = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
@@ -128,7 +128,7 @@ def test_any_calls_are_rebuilt_exactly(data, calls, head):
     assert len(packed) == len(earliest(calls))
 
     members = [sorted(set(p.decisions.call.tolist())) for p in packs]
-    assert sorted(sum(members, [])) == trainable
+    assert sorted(i for of in members for i in of) == trainable
     for part, of in zip(packs, members, strict=True):
         assert len(part) <= budget
         check_pack(part, calls, of)
@@ -161,7 +161,7 @@ def test_paths_longer_than_the_sorted_head(seed):
         check_pack(packed, calls, sorted(set(packed.decisions.call.tolist())))
 
 
-# ---- by hand ------------------------------------------------------------------------------------------------------
+# ---- by hand ------------------------------------------------------------------------------------------------
 
 
 def test_the_example_of_the_module():
@@ -226,7 +226,7 @@ def test_nothing_to_compile(make):
         make([])
 
 
-# ---- budgets ------------------------------------------------------------------------------------------------------
+# ---- budgets ------------------------------------------------------------------------------------------------
 
 
 def test_a_call_over_the_budget_is_named_and_nothing_is_cut():

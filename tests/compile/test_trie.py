@@ -1,5 +1,7 @@
 """The order of the paths and what neighbours share, by hand and against ids compared one by one."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from conftest import mixed_calls
@@ -82,7 +84,7 @@ def test_neighbours_share_what_their_ids_say(seed, head, monkeypatch):
     assert sorted(built.order) == keep
     paths = [[*calls[i].prompt.tolist(), *calls[i].completion[:-1].tolist()] for i in built.order]
     assert built.length.tolist() == [len(p) for p in paths]
-    assert built.lcp.tolist() == [0, *(shared(x, y) for x, y in zip(paths, paths[1:], strict=False))]
+    assert built.lcp.tolist() == [0, *(shared(x, y) for x, y in pairwise(paths))]
 
     rng = np.random.default_rng(seed)
     for _ in range(5):
@@ -93,4 +95,4 @@ def test_neighbours_share_what_their_ids_say(seed, head, monkeypatch):
         chosen = [paths[p] for p in places]
         assert some.order == [built.order[p] for p in places]
         assert some.length.tolist() == [len(p) for p in chosen]
-        assert some.lcp.tolist() == [0, *(shared(x, y) for x, y in zip(chosen, chosen[1:], strict=False))]
+        assert some.lcp.tolist() == [0, *(shared(x, y) for x, y in pairwise(chosen))]

@@ -38,7 +38,7 @@ def with_logprobs(model, episode: Episode, shift: float = 0.0) -> Episode:
     return replace(episode, calls=tuple(calls))
 
 
-# ---- domains --------------------------------------------------------------------------------------------------------
+# ---- domains ------------------------------------------------------------------------------------------------
 
 
 def test_domain_counts():
@@ -61,7 +61,7 @@ def test_a_context_only_call_is_spurious_wherever_it_counts():
     assert domain([replace(MEM1, calls=(MEM1.calls[0], helper, MEM1.calls[2]))]) == Domain(4, 4 + 3, 9 + 3)
 
 
-# ---- representations ------------------------------------------------------------------------------------------------
+# ---- representations ----------------------------------------------------------------------------------------
 
 
 def test_an_audit_of_compact_memory():
@@ -128,7 +128,7 @@ def test_nothing_to_audit():
     assert audit(tiny_model("qwen2"), [helper, MEM1], "dense").episodes == 1
 
 
-# ---- teachers -------------------------------------------------------------------------------------------------------
+# ---- teachers -----------------------------------------------------------------------------------------------
 
 
 def test_a_teacher_is_the_same_before_the_first_update_and_another_after():
@@ -153,7 +153,7 @@ def test_one_call_has_no_update():
     assert (only.when, only.decisions) == ("before the first update", 2)
 
 
-# ---- what the sampler recorded ----------------------------------------------------------------------------------------
+# ---- what the sampler recorded ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -189,7 +189,7 @@ def test_a_cut_distribution_cannot_be_compared(cut):
     assert report.notes == ("4 calls were sampled with top-p or top-k: no recorded gap for them",)
 
 
-# ---- the demo, and what is shown --------------------------------------------------------------------------------------
+# ---- the demo, and what is shown ----------------------------------------------------------------------------
 
 
 def test_the_demo_is_sampled_as_it_says():

@@ -22,7 +22,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float64):
     return tiny_model(family, dtype=dtype)
 
 
-# ---- every family, in float64 ---------------------------------------------------------------------------------------
+# ---- every family, in float64 -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -62,7 +62,7 @@ def test_any_budget(budget):
     assert gradient_equivalence(model_of("qwen3"), calls, "dense", budget=budget).passed
 
 
-# ---- float32 and below ------------------------------------------------------------------------------------------------
+# ---- float32 and below --------------------------------------------------------------------------------------
 
 
 def check_float32(family: str, seed: int) -> None:
@@ -147,7 +147,7 @@ def test_the_report_is_plain_data():
     assert all(isinstance(v, bool | int | float | str | tuple) for v in report.values())
 
 
-# ---- it can fail ------------------------------------------------------------------------------------------------------
+# ---- it can fail --------------------------------------------------------------------------------------------
 
 CALLS = mem1_calls(0)  # call 0's rows begin call 1; calls 2 and 3 branch off at q's end
 PACKED = compile_calls(CALLS)
@@ -248,14 +248,13 @@ def test_the_worst_call_is_counted_among_all_calls():
     assert [p.split(":")[0] for p in report.problems] == ["call 2"]
 
 
-# ---- the numbers by hand ------------------------------------------------------------------------------------------------
+# ---- the numbers by hand ------------------------------------------------------------------------------------
 
 
 def test_differences_by_hand():
     """Ratios e^0.3 and e^-0.3 are outside [0.8, 1.2]; e^0.1 is not."""
-    d = difference(
-        torch.tensor([0.5, 2.0, 1.0, 0.0]), torch.tensor([0.1, 0.3, -0.3, 0.0]), torch.tensor([True, False, True, True])
-    )
+    delta, same = torch.tensor([0.1, 0.3, -0.3, 0.0]), torch.tensor([True, False, True, True])
+    d = difference(torch.tensor([0.5, 2.0, 1.0, 0.0]), delta, same)
     assert (d.max_logit, d.worst, d.top1, d.false_clip) == (2.0, 1, 0.75, 0.5)
     assert d.max_logprob == pytest.approx(0.3)
     assert d.p99_logprob == pytest.approx(0.3)

@@ -62,6 +62,23 @@ class Pass:
     keys: Copies | None
     segments: Segments
 
+    def tensors(self) -> list[Tensor]:
+        """Flat, for a custom operator; `passes_of` is the way back."""
+        none = (torch.empty(0, dtype=torch.int64),) * 3
+        queries = none if self.queries is None else (self.queries.index, self.queries.order, self.queries.start)
+        keys = none if self.keys is None else (self.keys.index, self.keys.order, self.keys.start)
+        return [*queries, *keys, self.segments.cu_q, self.segments.cu_k, self.segments.shape]
+
+
+def passes_of(tensors: Sequence[Tensor]) -> list[Pass]:
+    passes = []
+    for at in range(0, len(tensors), 9):
+        q, k, segments = tensors[at : at + 3], tensors[at + 3 : at + 6], tensors[at + 6 : at + 9]
+        passes.append(
+            Pass(Copies(*q) if len(q[0]) else None, Copies(*k) if len(k[0]) else None, Segments(*segments))
+        )
+    return passes
+
 
 def path_pass(nodes: Sequence[Node], device: torch.device) -> list[Pass]:
     keys = [np.concatenate([_rows(nodes[a]) for a in (*n.above, i)]) for i, n in enumerate(nodes)]
@@ -124,18 +141,16 @@ PATHS_WORTH = 2.0  # how many times the scores of levels one pass over paths may
 class CascadePlan:
     name = "cascade"
 
-    def __init__(self, packed: Packed, device: torch.device, layout: str | None = None) -> None:
+    def __init__(
+        self, packed: Packed, device: torch.device, layout: str | None = None, windowed: bool = False
+    ) -> None:
         nodes = nodes_of(packed.exit)
         self.longest = int(packed.positions.max()) + 1
         self.layout, self.why = choose_layout(nodes, device) if layout is None else (layout, "asked for")
-        self._nodes, self._device = nodes, device
-        self._passes: dict[str, list[Pass]] = {}
-
-    def passes(self, layout: str) -> list[Pass]:
-        if layout not in self._passes:
-            make = {"paths": path_pass, "levels": level_passes}[layout]
-            self._passes[layout] = make(self._nodes, self._device)
-        return self._passes[layout]
+        make = {"paths": path_pass, "levels": level_passes}
+        # A window is counted along a whole path, which only one of the layouts has in one piece.
+        needed = {self.layout, "paths"} if windowed else {self.layout}
+        self.passes = {name: [t for p in make[name](nodes, device) for t in p.tensors()] for name in needed}
 
     def attend(
         self,
@@ -152,56 +167,85 @@ class CascadePlan:
         if window is not None and window >= self.longest:
             window = None
         varlen.check_supported(query, window)
-        # A window is counted along a whole path, which only the layout of paths has in one piece.
-        passes = self.passes("paths" if window is not None else self.layout)
+        passes = self.passes[self.layout if window is None else "paths"]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d], as they lie in memory
-        return _Cascade.apply(q, k, v, sinks, passes, scale, window)[None]  # type: ignore[no-untyped-call]
+        return cascade(q, k, v, sinks, passes, scale, window or 0)[0][None]
 
 
-class _Cascade(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        passes: list[Pass],
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        parts = []
-        for p in passes:
-            qp, kp, vp = _take(q, p.queries), _take(k, p.keys), _take(v, p.keys)
-            parts.append((p.queries, *varlen.forward(qp, kp, vp, p.segments, scale, window)))
-        if len(parts) == 1 and sinks is None:
-            _, out, lse = parts[0]
-        else:
-            out, lse = merge(parts, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.passes, ctx.scale, ctx.window = passes, scale, window
-        return out
+# Custom operators: to a compiler each is one opaque step, so that the model around them compiles in one piece.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        grad = grad.contiguous()
-        dq = dk = dv = None
-        for p in ctx.passes:
-            lp = lse if p.queries is None else lse[:, p.queries.index].contiguous()
-            g, qp, op = (_take(x, p.queries) for x in (grad, q, out))
-            kp, vp = _take(k, p.keys), _take(v, p.keys)
-            parts = varlen.backward(g, qp, kp, vp, op, lp, p.segments, ctx.scale, ctx.window)
-            dq = _add(dq, p.queries, parts[0])
-            dk = _add(dk, p.keys, parts[1])
-            dv = _add(dv, p.keys, parts[2])
-        assert dq is not None and dk is not None and dv is not None
-        dsinks = None
-        if sinks is not None:
-            share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T], what the sink takes of each row
-            row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
-            dsinks = -(share * row).sum(1).to(sinks.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+
+@torch.library.custom_op("memopd::cascade", mutates_args=())
+def cascade(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, passes: Sequence[Tensor], scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """q [T, Hq, d], k and v [T, Hkv, d], sinks [Hq], passes as `Pass.tensors`, window 0 for none.
+
+    -> output [T, Hq, d] and log-sum-exp [Hq, T]
+    """
+    parts = []
+    for p in passes_of(passes):
+        qp, kp, vp = _take(q, p.queries), _take(k, p.keys), _take(v, p.keys)
+        parts.append((p.queries, *varlen.forward(qp, kp, vp, p.segments, scale, window or None)))
+    if len(parts) == 1 and sinks is None:
+        return parts[0][1], parts[0][2]
+    return merge(parts, sinks)
+
+
+@torch.library.custom_op("memopd::cascade_backward", mutates_args=())
+def cascade_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None,
+    passes: Sequence[Tensor], scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Every pass against the *merged* output and log-sum-exp: the parts sum to the gradient of the whole."""
+    dq = dk = dv = None
+    for p in passes_of(passes):
+        lp = lse if p.queries is None else lse[:, p.queries.index].contiguous()
+        g, qp, op = (_take(x, p.queries) for x in (grad, q, out))
+        kp, vp = _take(k, p.keys), _take(v, p.keys)
+        parts = varlen.backward(g, qp, kp, vp, op, lp, p.segments, scale, window or None)
+        dq = _add(dq, p.queries, parts[0])
+        dk = _add(dk, p.keys, parts[1])
+        dv = _add(dv, p.keys, parts[2])
+    assert dq is not None and dk is not None and dv is not None
+    dsinks = lse.new_zeros(0)
+    if sinks is not None:
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T], what the sink takes of each row
+        row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
+        dsinks = -(share * row).sum(1)
+    return *(x.to(y.dtype).contiguous() for x, y in ((dq, q), (dk, k), (dv, v))), dsinks  # type: ignore[return-value]
+
+
+@cascade.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, passes: Sequence[Tensor], scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    precise = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=precise)
+
+
+@cascade_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None,
+    passes: Sequence[Tensor], scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dsinks = lse.new_empty(0 if sinks is None else len(sinks))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, passes, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, *passes)
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, sinks, *passes = ctx.saved_tensors
+    dq, dk, dv, dsinks = cascade_backward(grad.contiguous(), q, k, v, out, lse, sinks, passes, ctx.scale, ctx.window)
+    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
+    return dq, dk, dv, dsinks, [None] * len(passes), None, None
+
+
+cascade.register_autograd(_gradients, setup_context=_save)
 
 
 def merge(

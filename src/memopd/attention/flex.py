@@ -44,6 +44,7 @@ class FlexPlan:
             self._masks[window] = build_block_mask(self.exit, self.positions, limit)
         return self._masks[window]
 
+    @torch.compiler.disable  # compiled by itself; the rest of a compiled model goes around it
     def attend(
         self,
         query: Tensor,  # [1, Hq, T, d]

@@ -54,20 +54,24 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Plan:
         _say_once(f"attention: {attention} ({why})")
     if attention not in KERNELS:
         raise ValueError(f"unknown attention {attention!r}: choose from auto, {', '.join(KERNELS)}")
-    plan = KERNELS[attention](packed, parameter.device)
-    if isinstance(plan, CascadePlan):
-        _say_once(f"cascade: {plan.layout} ({plan.why})", logging.DEBUG)
+    if attention != "cascade":
+        return KERNELS[attention](packed, parameter.device)
+    plan = CascadePlan(packed, parameter.device, windowed=has_windows(model.config.get_text_config()))
+    log.debug("cascade: %s (%s)", plan.layout, plan.why)
     return plan
 
 
 CPU_CASCADE_FROM = 1024  # rows; below it one dense mask is faster on a CPU (`memopd bench attention`)
 
 
-def choose_attention(config: Any, parameter: Tensor, rows: int) -> tuple[str, str]:
-    """(kernel, why) for this model, device, precision and number of rows."""
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
+def has_windows(config: Any) -> bool:
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
         getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     )
+
+
+def choose_attention(config: Any, parameter: Tensor, rows: int) -> tuple[str, str]:
+    """(kernel, why) for this model, device, precision and number of rows."""
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if parameter.device.type == "cpu":
@@ -81,7 +85,7 @@ def choose_attention(config: Any, parameter: Tensor, rows: int) -> tuple[str, st
     if softcap:
         return "flex", "soft caps"
     if parameter.dtype == torch.float32:
-        return ("flex", "sliding windows in float32") if windows else ("cascade", "float32, memory-efficient kernel")
+        return ("flex", "sliding windows in float32") if has_windows(config) else ("cascade", "float32, memory-efficient kernel")
     if head_dim % 8 or head_dim > 256:
         return "flex", f"a head dimension of {head_dim}"
     return "cascade", "FlashAttention on trie paths"
@@ -96,7 +100,6 @@ def _say_once(line: str, level: int = logging.INFO) -> None:
         log.log(level, line)
 
 
-@torch.compiler.disable  # a plan is made of index tensors: the rest of the model compiles around it
 def attend(
     module: nn.Module,
     query: Tensor,

@@ -26,12 +26,11 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Segments:
+    """All tensors: a Python number would make a compiled model compile again for every pack."""
+
     cu_q: Tensor  # [S + 1] int32, where segments start and stop in q
     cu_k: Tensor  # [S + 1] int32, in k
-    max_q: int
-    max_k: int
-    causal: bool
-    bounds: tuple[tuple[int, int, int, int], ...] = ()  # the same as integers, for loops on the CPU
+    shape: Tensor  # on the CPU: longest segment in q, in k, and whether causal
 
     @classmethod
     def of(cls, q: NDArray[Any], k: NDArray[Any], causal: bool, device: torch.device) -> Segments:
@@ -39,16 +38,10 @@ class Segments:
         assert len(q) == len(k) > 0
         assert (np.minimum(q, k) > 0).all()
         assert not causal or (q <= k).all()
-        cu_q, cu_k = np.cumsum([0, *q]), np.cumsum([0, *k])
-        bounds = tuple(zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), cu_k[:-1].tolist(), cu_k[1:].tolist(), strict=True))
-        return cls(
-            torch.as_tensor(cu_q, dtype=torch.int32, device=device),
-            torch.as_tensor(cu_k, dtype=torch.int32, device=device),
-            int(q.max()),
-            int(k.max()),
-            causal,
-            bounds if device.type == "cpu" else (),
+        cu_q, cu_k = (
+            torch.as_tensor(np.cumsum([0, *n]), dtype=torch.int32, device=device) for n in (q, k)
         )
+        return cls(cu_q, cu_k, torch.tensor([int(q.max()), int(k.max()), int(causal)]))
 
 
 def check_supported(query: Tensor, window: int | None) -> None:
@@ -70,10 +63,10 @@ def forward(
         return _cpu_forward(q, k, v, segments, scale, window)
     if q.dtype == torch.float32:
         return _efficient_forward(q, k, v, segments, scale)
+    max_q, max_k, causal = segments.shape.tolist()
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, 0.0, segments.causal, False,
-        scale=scale, **_window(window),
-    )  # fmt: skip
+        q, k, v, segments.cu_q, segments.cu_k, max_q, max_k, 0.0, bool(causal), False, scale=scale, **_window(window)
+    )
     return out, lse
 
 
@@ -93,10 +86,11 @@ def backward(
         return _cpu_backward(grad, q, k, v, out, lse, segments, scale, window)
     if q.dtype == torch.float32:
         return _efficient_backward(grad, q, k, v, out, lse, segments, scale)
+    max_q, max_k, causal = segments.shape.tolist()
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
     dq, dk, dv = aten._flash_attention_backward(
-        grad, q, k, v, out, lse, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, 0.0, segments.causal,
-        torch.zeros(2, dtype=torch.uint64, device=q.device), unused, scale=scale, **_window(window),
+        grad, q, k, v, out, lse, segments.cu_q, segments.cu_k, max_q, max_k, 0.0, bool(causal), unused, unused,
+        scale=scale, **_window(window),
     )  # fmt: skip
     return dq, dk, dv
 
@@ -111,7 +105,7 @@ def _window(window: int | None) -> dict[str, int]:
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
     for (qa, qb, ka, kb), options in _cpu_segments(segments, q, window):
         o, part = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -140,11 +134,12 @@ def _cpu_segments(
     segments: Segments, q: Tensor, window: int | None
 ) -> Iterator[tuple[tuple[int, int, int, int], dict[str, Any]]]:
     """The kernel's causal mask is aligned at the start and knows no window: elsewhere the mask is spelt out."""
-    for bounds in segments.bounds:
+    causal = bool(segments.shape[2])
+    cu_q, cu_k = segments.cu_q.tolist(), segments.cu_k.tolist()
+    for bounds in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
         queries, keys = bounds[1] - bounds[0], bounds[3] - bounds[2]
-        plain = queries == keys and (window is None or window >= keys)
-        if not segments.causal or plain:
-            yield bounds, {"is_causal": segments.causal}
+        if not causal or (queries == keys and (window is None or window >= keys)):
+            yield bounds, {"is_causal": causal}
             continue
         back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)  # how far back each key is
         hidden = (back < 0) | (back >= (window or keys + 1))
@@ -164,11 +159,11 @@ _BOTTOM_RIGHT = 2  # its name for a causal mask aligned at the end
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
+    max_q, max_k, causal = segments.shape.tolist()
     for qh, kh, vh in _groups(q, k, v):
         out, lse, *_ = aten._efficient_attention_forward(
-            qh, kh, vh, None, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, 0.0,
-            _BOTTOM_RIGHT if segments.causal else 0, True, scale=scale,
-        )  # fmt: skip
+            qh, kh, vh, None, segments.cu_q, segments.cu_k, max_q, max_k, 0.0, _BOTTOM_RIGHT * causal, True, scale=scale
+        )
         outs.append(out[0])
         lses.append(_from_padded(lse, segments))
     return torch.cat(outs, 1), torch.cat(lses, 0)
@@ -179,13 +174,14 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    max_q, max_k, causal = segments.shape.tolist()
     dqs, dks, dvs = [], [], []
     for i, (qh, kh, vh) in enumerate(_groups(q, k, v)):
         heads = slice(i * groups, (i + 1) * groups)
         dq, dk, dv, _ = aten._efficient_attention_backward(
             grad[None, :, heads].contiguous(), qh, kh, vh, None, out[None, :, heads].contiguous(),
-            segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, _to_padded(lse[heads], segments), 0.0,
-            seed, seed, _BOTTOM_RIGHT if segments.causal else 0, False, scale=scale,
+            segments.cu_q, segments.cu_k, max_q, max_k, _to_padded(lse[heads], segments), 0.0,
+            seed, seed, _BOTTOM_RIGHT * causal, False, scale=scale,
         )  # fmt: skip
         dqs.append(dq[0])
         dks.append(dk[0].sum(1, keepdim=True))
@@ -214,7 +210,7 @@ def _from_padded(lse: Tensor, segments: Segments) -> Tensor:
 
 def _to_padded(lse: Tensor, segments: Segments) -> Tensor:
     segment, place = _slots(segments)
-    longest = -(-segments.max_q // 32) * 32
+    longest = -(-int(segments.shape[0]) // 32) * 32
     padded = lse.new_full((len(segments.cu_q) - 1, lse.shape[0], longest), float("inf"))
     padded[segment, :, place] = lse.T
     return padded

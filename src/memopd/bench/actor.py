@@ -35,7 +35,7 @@ class Arm:
     limit: float  # what the rows alone allow
     share: float  # speedup / limit
     memory: float  # peak, relative to the same arm
-    utilisation: float  # 6 · parameters · rows / time / peak of a matrix product
+    utilisation: float  # 6 · parameters of the layers · rows / time / peak of a matrix product
     note: str = ""
 
 
@@ -54,10 +54,19 @@ class ActorResult:
 
 
 UNSHARED = ("independent, padded SDPA", "independent, varlen flash")
+DENSE_UP_TO = 16_384  # rows; beyond, the mask of one pack takes gigabytes and its products minutes
+
+LONG = 50_000  # rows; steps of many seconds need fewer repetitions
+
+
+def compile_layers(model: Any) -> None:
+    """Norms, rotary embeddings and activations fused, one graph per layer for packs of any size."""
+    for layer in backbone(model).layers:
+        layer.compile(dynamic=True)
 
 
 def run_actor(
-    model: Any, episodes: Sequence[Episode], shape: str, batch: int, peak: float, repeats: int, arms: Sequence[str] = ()
+    model: Any, episodes: Sequence[Episode], shape: str, batch: int, peak: float, repeats: int = 5
 ) -> ActorResult:
     calls = [c for e in episodes for c in e.calls]
     layouts = {"independent": independent(episodes), "merged": merged_rows(episodes), "packed": compile_calls(calls)}
@@ -79,10 +88,11 @@ def run_actor(
     }
     measured = {}
     for name, (rows, make) in candidates.items():
-        if arms and not any(a in name for a in arms) and name not in UNSHARED:
-            continue
         try:
-            measured[name] = (rows, measure(make(), repeats), "")
+            if "dense" in name and rows > DENSE_UP_TO:
+                raise ValueError(f"not tried over {DENSE_UP_TO} rows")
+            long = rows > LONG
+            measured[name] = (rows, measure(make(), min(repeats, 3) if long else repeats, 1 if long else 2), "")
         except (ValueError, torch.OutOfMemoryError) as why:
             measured[name] = (rows, None, str(why).split("\n")[0][:90])
         model.zero_grad(set_to_none=True)
@@ -91,7 +101,7 @@ def run_actor(
     exact = {n: m for n in UNSHARED if (m := measured[n][1]) is not None}
     baseline = min(exact, key=lambda n: exact[n].seconds)
     base_rows, base = measured[baseline][0], exact[baseline]
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for layer in backbone(model).layers for p in layer.parameters())
     results = []
     for name, (rows, m, note) in measured.items():
         if m is None:

@@ -69,7 +69,9 @@ def run_head(
 
     def products() -> None:
         """The products that `ours` performs and nothing else: forward, forward again, two for gradients."""
-        gradient = torch.zeros_like(weight, dtype=torch.float32) if dtype != torch.float32 else torch.zeros_like(weight)
+        from memopd.score.fused import accumulate
+
+        gradient = torch.zeros_like(weight, dtype=torch.float32)
         with torch.no_grad():
             for s, t in zip(states.split(CHUNK), theirs.split(CHUNK), strict=True):
                 for _ in range(2):
@@ -79,22 +81,13 @@ def run_head(
                 accumulate(gradient, z, s)
 
     everything = "log p, entropy, KL"
-    product_seconds = measure(products, repeats).seconds
+    product_seconds = measure(products, repeats).seconds if device == "cuda" else float("nan")
     arms = [_measure("memopd", everything, ours, repeats, product_seconds)]
     arms.append(_measure("naive PyTorch", everything, naive, repeats))
     if (liger := _liger(states, weight, theirs, their_weight)) is not None:
         arms.append(_measure("Liger fused linear JSD", "KL only", lambda: (clear(), liger()), repeats))
     clear()
     return HeadResult(decisions, vocabulary, width, teacher_width, CHUNK, product_seconds, tuple(arms))
-
-
-def accumulate(total: Tensor, dz: Tensor, states: Tensor) -> None:
-    if dz.is_cuda:
-        from memopd.score.fused import _accumulate
-
-        _accumulate(total, dz, states)
-    else:
-        total += dz.T @ states
 
 
 def _measure(

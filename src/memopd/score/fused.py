@@ -73,7 +73,7 @@ class _Fused(torch.autograd.Function):
             if d_states is not None:
                 torch.mm(z, weight, out=d_states[part])
             if d_weight is not None:
-                _accumulate(d_weight, z, states[part])
+                accumulate(d_weight, z, states[part])
             if d_bias is not None:
                 d_bias += z.sum(0, dtype=torch.float32)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
@@ -91,7 +91,7 @@ def _teacher_product(teacher: Head, states: Tensor | None, part: slice) -> Tenso
     return _product(states[part].to(teacher.weight.device), teacher.weight, teacher.bias)
 
 
-def _accumulate(total: Tensor, dz: Tensor, states: Tensor) -> None:
+def accumulate(total: Tensor, dz: Tensor, states: Tensor) -> None:
     """total += dz.T @ states, summed in float32 whatever the operands are."""
     if dz.dtype == torch.float32:
         total.addmm_(dz.T, states)

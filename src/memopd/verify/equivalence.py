@@ -318,7 +318,7 @@ def gradient_equivalence(
     packed = _packed_gradients(model, calls, packs, attention)
     alone = _alone_gradients(model, calls)
     reordered = _alone_gradients(model, calls[::-1])
-    apart = {n: float((packed[n] - alone[n]).norm() / (alone[n].norm() + 1e-30)) for n in alone}
+    apart = {n: float(_distance(packed[n], alone[n]) / (alone[n].double().square().sum() + 1e-30)) for n in alone}
     change = _relative(packed, alone)
     if dtype in MORE_PRECISE:
         precise = MORE_PRECISE[dtype]
@@ -369,11 +369,15 @@ def _backward(model: Any, states: Tensor, tokens: Tensor, calls: Sequence[Call])
 
 
 def _take_gradients(model: Any) -> Gradients:
-    gradients = {n: p.grad.double().cpu() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients
 
 
 def _relative(a: Gradients, b: Gradients) -> float:
-    distance = sum(float((a[n] - b[n]).square().sum()) for n in b)
-    return float((distance / sum(float(g.square().sum()) for g in b.values())) ** 0.5)
+    distance = sum(float(_distance(a[n], b[n])) for n in b)
+    return float((distance / sum(float(g.double().square().sum()) for g in b.values())) ** 0.5)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    return (a.double() - b.double()).square().sum()
