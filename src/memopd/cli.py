@@ -177,16 +177,22 @@ Plot = Annotated[Path | None, typer.Option(help="Also draw, to this file.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions; the median counts.")]
 
 
-def show(results: list[Any], tables: list[Any], as_json: bool, **more: Any) -> None:
-    """Results as JSON with what they were measured on, or as tables."""
+def report(results: Iterable[Any], as_json: bool, table: Any, **setting: Any) -> list[Any]:
+    """Collect results; as JSON, print each on its own line as it comes, with what it was measured on."""
     from memopd.bench.timing import machine
 
-    if as_json:
-        print(json.dumps({"machine": machine(), **more, "results": [r.as_dict() for r in results]}))
-        return
-    out.print(", ".join(machine().values()), *(f"{k} {v}" for k, v in more.items()), markup=False)
-    for made in tables:
-        out.print(made)
+    setting |= machine()
+    if not as_json:
+        out.print(", ".join(f"{key} {value}" for key, value in setting.items()), markup=False)
+    collected = []
+    for result in results:
+        collected.append(result)
+        if as_json:
+            print(json.dumps({**setting, **result.as_dict()}), flush=True)
+    if not as_json:
+        for made in table(collected):
+            out.print(made)
+    return collected
 
 
 @bench.command("compile")
@@ -200,7 +206,8 @@ def bench_compile(
 
     results = [run_compile(n, calls) for n in track("compile", [episodes, 10 * episodes])]
     if as_json:
-        print(json.dumps([r.as_dict() for r in results]))
+        for r in results:
+            print(json.dumps(r.as_dict()))
         return
     for r in results:
         out.print(
@@ -231,20 +238,21 @@ def bench_actor(
     from memopd.bench.timing import matmul_peak
     from memopd.record import read_episodes
 
-    policy = random_model(model, getattr(torch, dtype), device()) if model in MODELS else load_model(model, dtype)
-    if compiled and device() == "cuda":
+    kind = getattr(torch, dtype)
+    policy = random_model(model, kind, device()) if model in MODELS else load_model(model, dtype)
+    compiled = compiled and device() == "cuda"
+    if compiled:
         compile_layers(policy)
-    peak = matmul_peak(getattr(torch, dtype), device())
+    peak = matmul_peak(kind, device())
     if episodes is not None:
         work = [(episodes.name, 1, list(read_episodes(episodes)))]
     else:
-        work = [(s, int(b), episodes_of(s, int(b))) for s in shapes.split(",") for b in batches.split(",")]
-    results = []
-    for name, batch, recorded in track("actor", work):
-        results.append(run_actor(policy, recorded, name, batch, peak, repeats))
-        err.print(actor_table(results[-1])) if as_json else None
-    show(results, [actor_table(r) for r in results], as_json, model=model, dtype=dtype, compiled=compiled,
-         matmul_tflops=round(peak / 1e12, 1))  # fmt: skip
+        work = [(s, int(b), episodes_of(s, int(b))) for b in batches.split(",") for s in shapes.split(",")]
+    results = report(
+        (run_actor(policy, e, name, batch, peak, repeats, compiled) for name, batch, e in track("actor", work)),
+        as_json, lambda rs: [actor_table(r) for r in rs],
+        model=model, dtype=dtype, compiled=compiled, matmul_tflops=round(peak / 1e12, 1),
+    )  # fmt: skip
     if plot is not None:
         plot_actor(results, plot)
 
@@ -267,8 +275,8 @@ def bench_head(
 
     pairs = [tuple(int(w) for w in pair.split(":")) for pair in widths.split(",")]
     kind = getattr(torch, dtype)
-    results = [run_head(decisions, vocabulary, s, t, kind, device(), repeats) for s, t in track("head", pairs)]
-    show(results, [head_table(r) for r in results], as_json, dtype=dtype)
+    arms = (run_head(decisions, vocabulary, s, t, kind, device(), repeats) for s, t in track("head", pairs))
+    results = report(arms, as_json, lambda rs: [head_table(r) for r in rs], dtype=dtype)
     if plot is not None:
         plot_head(results, plot)
 
@@ -290,8 +298,8 @@ def bench_attention(
     from memopd.bench.tables import attention_table, plot_attention
 
     numbers = [[int(n) for n in values.split(",")] for values in (rows, depths, calls)]
-    results = list(track("attention", sweep(*numbers, getattr(torch, dtype), device(), repeats)))
-    show(results, [attention_table(results)], as_json, dtype=dtype)
+    kernels = track("attention", sweep(*numbers, getattr(torch, dtype), device(), repeats))
+    results = report(kernels, as_json, lambda rs: [attention_table(rs)], dtype=dtype)
     if plot is not None:
         plot_attention(results, plot)
 
@@ -311,10 +319,11 @@ def bench_rce(
     from memopd.bench.rce import run_rce
     from memopd.bench.tables import rce_table
 
-    results = []
-    for dtype, shape in track("rce", [(d, s) for d in dtypes.split(",") for s in shapes.split(",")]):
-        results += run_rce(model, shape, getattr(torch, dtype), attentions.split(","), device(), gradients)
-    show(results, [rce_table(results)], as_json, model=model)
+    work = track("rce", [(d, s) for d in dtypes.split(",") for s in shapes.split(",")])
+    checks = (
+        r for d, s in work for r in run_rce(model, s, getattr(torch, d), attentions.split(","), device(), gradients)
+    )
+    results = report(checks, as_json, lambda rs: [rce_table(rs)], model=model)
     ok = all(r.logits.passed and (r.gradients is None or r.gradients.passed) for r in results)
     raise typer.Exit(0 if ok else 1)
 

@@ -9,8 +9,8 @@ nodes above. Two layouts compute that; both are lists of passes over segments (`
     levels  one pass per level. Pass 0: every node's own rows, causal. Pass l: all rows below a node at level l - 1
             against that node's rows. Nothing is copied; outputs merge by their log-sum-exp in float32.
 
-Paths win wherever nodes are long. Where many short nodes hang under a long prefix, copies and half-empty tiles
-cost more than merging does, and levels win: see `choose_layout`.
+Paths win nearly everywhere. Where very many short nodes hang under a long prefix, copies and half-empty tiles cost
+more than merging does, and levels win: see `choose_layout`.
 """
 
 from __future__ import annotations
@@ -115,27 +115,35 @@ def _copies(rows: Sequence[NDArray[Any]], nodes: Sequence[Node], device: torch.d
     return Copies.of(np.concatenate(rows), nodes[-1].stop, device)
 
 
-TILE = 128  # queries a block of the kernel works on at once
+# Milliseconds, forward + backward, fitted to `memopd bench attention` (H200, bf16, 16 query and 2 key-value heads of
+# 128): only their proportions matter.
+TILE = 128  # queries a block of the kernel works on at once, wanted or not
+PER_SCORE = 0.068e-6
+PER_KEY = 0.013e-3  # gathered
+PER_LEVEL = 0.23
+PER_MERGE = 0.108e-3  # row that asks at a level
 
 
 def choose_layout(nodes: Sequence[Node], device: torch.device) -> tuple[str, str]:
-    """(layout, why). Work is counted in scores the kernel computes, whole tiles of queries at a time."""
-    if max(len(n.above) for n in nodes) == 0:
+    """(layout, why): the one whose measured costs add up to less."""
+    levels = max(len(n.above) for n in nodes)
+    if levels == 0:
         return "paths", "no branch"
     if device.type == "cpu":
         return "levels", "CPU: masks aligned at the end are slow there"
-    tiles = [-(-(n.stop - n.start) // TILE) * TILE for n in nodes]
-    size = [n.stop - n.start for n in nodes]
-    paths = sum(t * sum(size[a] for a in (*n.above, i)) for i, (n, t) in enumerate(zip(nodes, tiles, strict=True)))
-    levels = sum(
-        t * s + (-(-(n.exit - n.stop) // TILE) * TILE) * s for n, t, s in zip(nodes, tiles, size, strict=True)
+    own = _sizes(nodes)
+    path = np.array([sum(own[a] for a in n.above) for n in nodes]) + own
+    below = np.array([n.exit - n.stop for n in nodes])
+    by_paths = PER_SCORE * (_tiles(own) * path).sum() + PER_KEY * path.sum()
+    by_levels = (
+        PER_SCORE * ((_tiles(own) + _tiles(below)) * own).sum() + PER_LEVEL * levels + PER_MERGE * below.sum()
     )
-    if paths <= PATHS_WORTH * levels:
-        return "paths", f"{paths / levels:.2f} times the scores of levels, in one pass"
-    return "levels", f"{levels / paths:.2f} times the scores of paths"
+    why = f"about {by_paths:.2g} ms a layer against {by_levels:.2g} by levels"
+    return ("paths" if by_paths <= by_levels else "levels"), why
 
 
-PATHS_WORTH = 2.0  # how many times the scores of levels one pass over paths may cost and still be faster
+def _tiles(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    return -(-rows // TILE) * TILE
 
 
 class CascadePlan:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from memopd.attention.cascade import CascadePlan
+from memopd.attention.cascade import CascadePlan, nodes_of
 from memopd.attention.dense import DensePlan
 from memopd.attention.flex import FlexPlan
 from memopd.bench.timing import measure
@@ -21,6 +21,7 @@ DENSE_UP_TO = 16_384  # rows; beyond, one mask alone takes gigabytes
 
 @dataclass(frozen=True, slots=True)
 class AttentionResult:
+    trie: str
     rows: int
     depth: int
     leaves: int
@@ -46,11 +47,21 @@ def trie_of(rows: int, depth: int, leaves: int, seed: int = 0) -> Packed:
     return compile_calls([Call(p, [0]) for p in prefixes])
 
 
+def thin_trie(rows: int, leaves: int, seed: int = 0) -> Packed:
+    """Many short calls under one long prefix: three quarters of the rows are shared by all."""
+    rng = np.random.default_rng(seed)
+    prefix, size = rng.integers(0, 1000, 3 * rows // 4), max(1, rows // 4 // leaves)
+    return compile_calls([Call(np.concatenate([prefix, [i], rng.integers(0, 1000, size - 1)]), [0]) for i in range(leaves)])
+
+
 def run_attention(
-    packed: Packed, depth: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str, repeats: int
-) -> list[AttentionResult]:
+    packed: Packed, trie: str, dtype: torch.dtype, device: str, repeats: int, heads: int = 16, kv_heads: int = 2,
+    dim: int = 128,
+) -> list[AttentionResult]:  # fmt: skip
+    """By default at Qwen2.5-3B's attention: 16 query heads, 2 key-value heads, dimension 128."""
     where = torch.device(device)
     T, leaves = len(packed), len(np.unique(packed.decisions.call))
+    depth = max(len(n.above) for n in nodes_of(packed.exit)) + 1
     make = {
         "dense": lambda: DensePlan(packed, where),
         "flex": lambda: FlexPlan(packed, where),
@@ -72,21 +83,19 @@ def run_attention(
                 torch.autograd.grad(out, (q, k, v), g)
 
             m = measure(step, repeats)
-            results.append(AttentionResult(T, depth, leaves, name, name == chosen, m.seconds, m.spread))
+            results.append(AttentionResult(trie, T, depth, leaves, name, name == chosen, m.seconds, m.spread))
         except (ValueError, torch.OutOfMemoryError) as why:
-            results.append(AttentionResult(T, depth, leaves, name, name == chosen, float("nan"), 0, str(why)[:90]))
+            results.append(AttentionResult(trie, T, depth, leaves, name, name == chosen, float("nan"), 0, str(why)[:90]))
     return results
 
 
 def sweep(
     rows: Sequence[int], depths: Sequence[int], leaves: Sequence[int], dtype: torch.dtype, device: str, repeats: int
-) -> list[AttentionResult]:
-    """At Qwen2.5-3B's attention: 16 query heads, 2 key-value heads, dimension 128."""
-    return [
-        result
-        for n in rows
-        for depth in depths
-        for leaf in leaves
-        if n >= 4 * leaf
-        for result in run_attention(trie_of(n, depth, leaf), depth, 16, 2, 128, dtype, device, repeats)
-    ]
+) -> Iterator[AttentionResult]:
+    for n in rows:
+        for calls in leaves:
+            if n < 8 * calls:
+                continue
+            for depth in depths:
+                yield from run_attention(trie_of(n, depth, calls), "balanced", dtype, device, repeats)
+            yield from run_attention(thin_trie(n, calls), "thin", dtype, device, repeats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,12 +25,10 @@ class RceResult:
 
 def run_rce(
     model: str, shape: str, dtype: torch.dtype, attentions: list[str], device: str, gradients: bool
-) -> list[RceResult]:
+) -> Iterator[RceResult]:
     policy = random_model(model, dtype, device)
     calls = [c for e in episodes_of(shape) for c in e.calls]
-    results = []
     for attention in attentions:
         report = equivalence(policy, calls, attention, budget=10**9)
         slope = gradient_equivalence(policy, calls, attention, budget=10**9) if gradients else None
-        results.append(RceResult(model, shape, report, slope))
-    return results
+        yield RceResult(model, shape, report, slope)

@@ -55,12 +55,13 @@ def head_table(r: HeadResult) -> Table:
 
 def attention_table(results: Sequence[AttentionResult]) -> Table:
     kernels = list(dict.fromkeys(r.kernel for r in results))
-    by_trie: dict[tuple[int, int, int], dict[str, str]] = {}
+    by_trie: dict[tuple[str, int, int, int], dict[str, str]] = {}
     for r in results:
         cell = "–" if r.seconds != r.seconds else f"{1e3 * r.seconds:.2f}{' *' if r.chosen else ''}"
-        by_trie.setdefault((r.rows, r.depth, r.leaves), {})[r.kernel] = cell
-    rows = [[f"{n:,}", d, leaves, *(cells.get(k, "–") for k in kernels)] for (n, d, leaves), cells in by_trie.items()]
-    return table("attention, forward + backward, ms (* what cascade chooses)", ["rows", "depth", "calls", *kernels], rows)
+        by_trie.setdefault((r.trie, r.rows, r.depth, r.leaves), {})[r.kernel] = cell
+    rows = [[t, f"{n:,}", d, c, *(cells.get(k, "–") for k in kernels)] for (t, n, d, c), cells in by_trie.items()]
+    title = "attention, forward + backward, ms (* what cascade chooses)"
+    return table(title, ["trie", "rows", "depth", "calls", *kernels], rows)
 
 
 def rce_table(results: Sequence[RceResult]) -> Table:
@@ -102,10 +103,10 @@ def plot_actor(results: Sequence[ActorResult], output: Path) -> None:
 
 def plot_attention(results: Sequence[AttentionResult], output: Path) -> None:
     plt = _pyplot()
-    depths = sorted({r.depth for r in results})
+    depths = sorted({r.depth for r in results if r.trie == "balanced"})
     figure, grid = plt.subplots(1, len(depths), figsize=(4 * len(depths), 3.6), layout="constrained", squeeze=False)
     for axes, depth in zip(grid[0], depths, strict=True):
-        here = [r for r in results if r.depth == depth]
+        here = [r for r in results if r.depth == depth and r.trie == "balanced"]
         few = min(r.leaves for r in here)
         for kernel in dict.fromkeys(r.kernel for r in here):
             line = sorted((r.rows, 1e3 * r.seconds) for r in here if r.kernel == kernel and r.leaves == few)
