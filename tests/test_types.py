@@ -42,7 +42,7 @@ BAD_CALLS = {
     "logprobs that are text": ({"logprobs": ["a", "b"]}, "logprobs: must be one flat list of numbers"),
     "None among logprobs": ({"logprobs": [-1.0, None]}, "logprobs: "),
     "segment past the prompt": ({"segments": [Segment("prefix", 0, 3)]}, "segments: "),
-    "reward": ({"reward": float("inf")}, "reward: must be finite, got inf"),
+    "reward": ({"reward": float("inf")}, "reward: must be a finite number, got inf"),
     "unknown stop": ({"stop": "because"}, "stop: "),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -61,6 +62,15 @@ def track(description: str, items: Iterable[Any]) -> Iterable[Any]:
     return bar(items, description=f"{description:<24}", console=err, disable=not err.is_terminal, transient=True)
 
 
+def plain(value: Any) -> Any:
+    """Values that JSON has a word for: what was not measured is null, not NaN."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def device() -> str:
     import torch
 
@@ -73,10 +83,18 @@ def load_model(path: str, dtype: Precision) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if looks_local(path) and not Path(path, "config.json").is_file():
+        raise ValueError(f"{path}: there is no model here (no config.json)")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
     )
     return model.to(device()).eval()
+
+
+def looks_local(path: str) -> bool:
+    """A path rather than a hub name, which has at most one slash and no leading dot or slash."""
+    return Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 @app.command("import")
@@ -88,7 +106,7 @@ def import_(
     from memopd.record import import_calls, write_episodes
 
     count = write_episodes(output, track("episodes", import_calls(calls)))
-    out.print(f"{output}: {count} episodes", markup=False)
+    print(f"{output}: {count} episodes")
 
 
 @app.command()
@@ -102,9 +120,11 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """How wrong is flattened training on these episodes, and is packing exact? Exit status 1 when it is not."""
-    if demo == (episodes is not None) or (episodes is not None and model is None):
-        raise ValueError("give EPISODES and --model, or --demo")
+    if demo == (episodes is not None) or demo == (model is not None):
+        raise ValueError("give EPISODES and --model, or --demo alone")
     from memopd.record import read_episodes
+
+    recorded = [] if episodes is None else list(track("reading", read_episodes(episodes)))
     from memopd.verify.audit import audit as run_audit
     from memopd.verify.tables import print_audit
 
@@ -117,13 +137,12 @@ def audit(
         policy = policy.to(device(), getattr(torch, dtype))
         name = "tiny random Qwen2"
     else:
-        assert episodes is not None and model is not None
-        recorded = list(track("reading", read_episodes(episodes)))
+        assert model is not None
         policy, name = load_model(model, dtype), model
     guide = load_model(teacher, dtype) if teacher else None
     report = run_audit(policy, recorded, attention, guide, name, track)
     if as_json:
-        print(json.dumps(report.as_dict()))
+        print(json.dumps(plain(report.as_dict())))
     else:
         print_audit(report, out)
     raise typer.Exit(0 if report.passed else 1)
@@ -136,15 +155,16 @@ def draw(
     output: Annotated[Path, typer.Option("-o", "--output", help="An image; its suffix names the format.")],
 ) -> None:
     """The packed form of one episode as a picture."""
-    from memopd.attention.draw import draw as draw_pack
     from memopd.compile import compile_calls
     from memopd.record import read_episodes
 
     found = next((e for e in read_episodes(episodes) if e.id == episode), None)
     if found is None:
         raise ValueError(f"{episodes}: there is no episode {episode!r}")
+    from memopd.attention.draw import draw as draw_pack
+
     draw_pack(compile_calls(found.calls), output, f"episode {episode}")
-    out.print(str(output), markup=False)
+    print(output)
 
 
 @app.command()
@@ -157,7 +177,7 @@ def models(
 
     rows = list(track("families", check_families()))
     if as_json:
-        print(json.dumps([row.as_dict() for row in rows]))
+        print(json.dumps(plain([row.as_dict() for row in rows])))
     elif output is None:
         out.print(markdown(rows), markup=False)
     else:
@@ -188,7 +208,7 @@ def report(results: Iterable[Any], as_json: bool, table: Any, **setting: Any) ->
     for result in results:
         collected.append(result)
         if as_json:
-            print(json.dumps({**setting, **result.as_dict()}), flush=True)
+            print(json.dumps(plain({**setting, **result.as_dict()})), flush=True)
     if not as_json:
         for made in table(collected):
             out.print(made)

@@ -48,8 +48,8 @@ class Sampling:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"Sampling.temperature must be above 0, got {self.temperature!r}")
+        if not 0 < self.temperature < np.inf:
+            raise ValueError(f"Sampling.temperature must be above 0 and finite, got {self.temperature!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"Sampling.top_p must be in (0, 1], got {self.top_p!r}")
         if self.top_k < 0:
@@ -106,15 +106,15 @@ class Call:
         if self.logprobs is not None:
             _set(self, "logprobs", _logprobs(self.logprobs, len(completion), self.name))
         if self.stop is not None:
+            if self.stop not in list(StopReason):
+                raise ValueError(f"{self.name}: stop: must be stop, length or aborted, got {self.stop!r}")
             _set(self, "stop", StopReason(self.stop))
-        if not np.isfinite(self.reward):
-            raise ValueError(f"{self.name}: reward: must be finite, got {self.reward!r}")
+        if not _finite(self.reward):
+            raise ValueError(f"{self.name}: reward: must be a finite number, got {self.reward!r}")
         _set(self, "segments", tuple(self.segments))
         for segment in self.segments:
             if segment.stop > len(prompt):
-                raise ValueError(
-                    f"{self.name}: segments: {segment} ends past the prompt of {len(prompt)} ids"
-                )
+                raise ValueError(f"{self.name}: segments: {segment} ends past the prompt of {len(prompt)} ids")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Call):
@@ -148,8 +148,8 @@ class Episode:
             raise ValueError(f"Episode.id must be a non-empty string, got {self.id!r}")
         if not self.calls:
             raise ValueError(f"episode {self.id!r}: calls: must not be empty")
-        if not np.isfinite(self.reward):
-            raise ValueError(f"episode {self.id!r}: reward: must be finite, got {self.reward!r}")
+        if not _finite(self.reward):
+            raise ValueError(f"episode {self.id!r}: reward: must be a finite number, got {self.reward!r}")
 
     @classmethod
     def of(cls, id: str, task_id: str, calls: Iterable[dict[str, Any]], **rest: Any) -> Self:
@@ -166,7 +166,10 @@ def _set(obj: object, name: str, value: object) -> None:
 
 
 def _ids(values: Sequence[int] | Ids, name: str, which: str) -> Ids:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # ragged
+        raise ValueError(f"{name}: {which}: must be one flat list of token ids") from None
     if array.ndim != 1:
         raise ValueError(f"{name}: {which}: must be one flat list of token ids, got shape {array.shape}")
     if len(array) == 0:
@@ -187,8 +190,10 @@ def _logprobs(values: Sequence[float] | Floats, length: int, name: str) -> Float
         array = _frozen(np.asarray(values), np.float64)
     except (TypeError, ValueError):
         raise ValueError(f"{name}: logprobs: must be one flat list of numbers") from None
-    if array.shape != (length,):
-        raise ValueError(f"{name}: logprobs: {array.size} given for {length} sampled tokens")
+    if array.ndim != 1:
+        raise ValueError(f"{name}: logprobs: must be one flat list of numbers, got shape {array.shape}")
+    if len(array) != length:
+        raise ValueError(f"{name}: logprobs: {len(array)} given for {length} sampled tokens")
     if not np.isfinite(array).all():
         raise ValueError(f"{name}: logprobs: not finite at {int(np.flatnonzero(~np.isfinite(array))[0])}")
     return array
@@ -201,6 +206,10 @@ def _frozen(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
     array = np.array(array, dtype=dtype)
     array.flags.writeable = False
     return array
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and bool(np.isfinite(value))
 
 
 def _culprit(values: Any) -> Any:

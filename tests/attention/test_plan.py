@@ -57,9 +57,7 @@ def test_a_mask(mask, memopd_llama, packed):
     T = len(packed)
     square = torch.ones(1, 1, T, T, dtype=torch.bool) if mask == "bool" else torch.zeros(1, 1, T, T)
     with pytest.raises(ValueError, match="takes no attention_mask"):
-        memopd_llama(
-            **rows_of(packed), attention_mask=square, memopd_plan=make_plan(packed, "dense", memopd_llama)
-        )
+        memopd_llama(**rows_of(packed), attention_mask=square, memopd_plan=make_plan(packed, "dense", memopd_llama))
 
 
 def test_dropout(packed):

@@ -85,9 +85,7 @@ def any_call(draw: st.DrawFn) -> Call:
         purpose=draw(st.text(max_size=5)),
         policy_version=draw(int64),
         segments=tuple(
-            Segment(
-                draw(st.sampled_from(["prefix", "memory", "observation"])), *span, draw(st.none() | st.just(3))
-            )
+            Segment(draw(st.sampled_from(["prefix", "memory", "observation"])), *span, draw(st.none() | st.just(3)))
             for span in spans
         ),
     )
@@ -354,9 +352,7 @@ def test_300_random_bit_flips(tmp_path: Path, written: bytes) -> None:
     assert_flips_are_noticed(tmp_path / "e.parquet", written, bits.tolist())
 
 
-@pytest.mark.parametrize(
-    "region", ["magic", "page header", "digest", "footer", "schema", "footer length and magic"]
-)
+@pytest.mark.parametrize("region", ["magic", "page header", "digest", "footer", "schema", "footer length and magic"])
 def test_bit_flips_outside_the_pages(tmp_path: Path, written: bytes, region: str) -> None:
     cut, end = footer_start(written), len(written)
     schema = written.index(b"memopd.schema")
@@ -444,7 +440,7 @@ BAD_ROWS: list[tuple[Callable[[Rows], Rows], str]] = [
     (put(4, "prompt", None), "row 4: episode 'e1': call 1: prompt: must not be null"),
     (put(4, "logprobs", [-0.5]), "row 4: episode 'e1': call 1: logprobs: 1 given for 5 sampled tokens"),
     (put(4, "logprobs", [-0.5] * 4 + [None]), "row 4: episode 'e1': call 1: logprobs: not finite at 4"),
-    (put(7, "reward", float("nan")), "row 7: episode 'e2': call 1: reward: must be finite, got nan"),
+    (put(7, "reward", float("nan")), "row 7: episode 'e2': call 1: reward: must be a finite number, got nan"),
     (put(7, "reward", None), "row 7: episode 'e2': call 1: reward: must not be null"),
     (put(7, "stop", "tired"), "row 7: episode 'e2': call 1: 'tired' is not a valid StopReason"),
     (put(7, "trainable", None), "row 7: episode 'e2': call 1: trainable: must not be null"),

@@ -98,7 +98,8 @@ def test_a_critic_gives_values_at_the_decisions():
     calls = example_calls()
     values = score(critic, [compile_calls(calls)]).value
     alone = [
-        critic(input_ids=torch.tensor([[*c.prompt, *c.completion[:-1]]])).logits[0, len(c.prompt) - 1 :, 0] for c in calls
+        critic(input_ids=torch.tensor([[*c.prompt, *c.completion[:-1]]])).logits[0, len(c.prompt) - 1 :, 0]
+        for c in calls
     ]
     assert torch.allclose(values, torch.cat(alone), rtol=1e-10, atol=1e-12)
 
@@ -108,7 +109,9 @@ def test_packed_logprobs_are_those_of_the_calls_alone(budget):
     model, calls = tiny_model("qwen3", dtype=torch.float64), example_calls()
     packed = packed_logprobs(model, calls, temperature=0.7, budget=budget)
     for call, logprob in zip(calls, packed, strict=True):
-        logits = model(input_ids=torch.tensor([[*call.prompt, *call.completion[:-1]]])).logits[0, len(call.prompt) - 1 :]
+        logits = model(input_ids=torch.tensor([[*call.prompt, *call.completion[:-1]]])).logits[
+            0, len(call.prompt) - 1 :
+        ]
         wanted = (logits / 0.7).log_softmax(-1).gather(-1, torch.tensor(call.completion).long()[:, None])[:, 0]
         assert torch.allclose(logprob, wanted, rtol=1e-10, atol=1e-12)
     sum(x.sum() for x in packed).backward()

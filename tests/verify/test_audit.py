@@ -104,9 +104,7 @@ def test_where_the_context_only_grows_flattening_is_right():
 
 def test_every_row_is_at_the_temperature_of_its_episode():
     model = tiny_model("qwen2", dtype=torch.float64)
-    hot, cold = (
-        audit(model, episodes_of(range(2), temperature=t), "dense").representations[0] for t in (100.0, 1.0)
-    )
+    hot, cold = (audit(model, episodes_of(range(2), temperature=t), "dense").representations[0] for t in (100.0, 1.0))
     assert hot.max_logprob < cold.max_logprob / 10
     assert hot.top1 == cold.top1
 

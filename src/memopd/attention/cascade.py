@@ -74,9 +74,7 @@ def passes_of(tensors: Sequence[Tensor]) -> list[Pass]:
     passes = []
     for at in range(0, len(tensors), 9):
         q, k, segments = tensors[at : at + 3], tensors[at + 3 : at + 6], tensors[at + 6 : at + 9]
-        passes.append(
-            Pass(Copies(*q) if len(q[0]) else None, Copies(*k) if len(k[0]) else None, Segments(*segments))
-        )
+        passes.append(Pass(Copies(*q) if len(q[0]) else None, Copies(*k) if len(k[0]) else None, Segments(*segments)))
     return passes
 
 
@@ -135,9 +133,7 @@ def choose_layout(nodes: Sequence[Node], device: torch.device) -> tuple[str, str
     path = np.array([sum(own[a] for a in n.above) for n in nodes]) + own
     below = np.array([n.exit - n.stop for n in nodes])
     by_paths = PER_SCORE * (_tiles(own) * path).sum() + PER_KEY * path.sum()
-    by_levels = (
-        PER_SCORE * ((_tiles(own) + _tiles(below)) * own).sum() + PER_LEVEL * levels + PER_MERGE * below.sum()
-    )
+    by_levels = PER_SCORE * ((_tiles(own) + _tiles(below)) * own).sum() + PER_LEVEL * levels + PER_MERGE * below.sum()
     why = f"about {by_paths:.2g} ms a layer against {by_levels:.2g} by levels"
     return ("paths" if by_paths <= by_levels else "levels"), why
 
@@ -149,9 +145,7 @@ def _tiles(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 class CascadePlan:
     name = "cascade"
 
-    def __init__(
-        self, packed: Packed, device: torch.device, layout: str | None = None, windowed: bool = False
-    ) -> None:
+    def __init__(self, packed: Packed, device: torch.device, layout: str | None = None, windowed: bool = False) -> None:
         nodes = nodes_of(packed.exit)
         self.longest = int(packed.positions.max()) + 1
         self.layout, self.why = choose_layout(nodes, device) if layout is None else (layout, "asked for")
@@ -215,7 +209,9 @@ def cascade_backward(
         dq = _add(dq, p.queries, parts[0])
         dk = _add(dk, p.keys, parts[1])
         dv = _add(dv, p.keys, parts[2])
-    assert dq is not None and dk is not None and dv is not None
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
     dsinks = lse.new_zeros(0)
     if sinks is not None:
         share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T], what the sink takes of each row
@@ -256,9 +252,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 cascade.register_autograd(_gradients, setup_context=_save)
 
 
-def merge(
-    parts: Sequence[tuple[Copies | None, Tensor, Tensor]], sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def merge(parts: Sequence[tuple[Copies | None, Tensor, Tensor]], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Outputs over disjoint sets of keys into one, weighted by their log-sum-exps, in at least float32.
 
     A row that a part does not hold has no keys there: its log-sum-exp is −∞ and its weight 0. A sink joins the

@@ -59,7 +59,9 @@ def draw(packed: Packed, output: Path, title: str = "") -> None:
         Patch(color=colours[0], label=f"one call's own, a colour each ({int((users == 1).sum())} rows)"),
         Line2D([], [], marker="o", color="black", ls="", ms=4, label=f"predicts a sampled token ({len(decided)} rows)"),
     ]
-    axes.legend(handles=legend, loc="upper right", fontsize=8, title=f"{T} rows for {tokens} tokens of {len(paths)} calls")
+    axes.legend(
+        handles=legend, loc="upper right", fontsize=8, title=f"{T} rows for {tokens} tokens of {len(paths)} calls"
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial")
     figure.savefig(partial, dpi=150, format=output.suffix.lstrip(".") or "png")

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from memopd.attention.cascade import CascadePlan
 from memopd.attention.dense import DensePlan
 from memopd.attention.flex import FlexPlan
+from memopd.attention.support import reference_attention, sharing
 from memopd.compile import Packed
 
 log = logging.getLogger("memopd")
@@ -85,7 +86,11 @@ def choose_attention(config: Any, parameter: Tensor, rows: int) -> tuple[str, st
     if softcap:
         return "flex", "soft caps"
     if parameter.dtype == torch.float32:
-        return ("flex", "sliding windows in float32") if has_windows(config) else ("cascade", "float32, memory-efficient kernel")
+        return (
+            ("flex", "sliding windows in float32")
+            if has_windows(config)
+            else ("cascade", "float32, memory-efficient kernel")
+        )
     if head_dim % 8 or head_dim > 256:
         return "flex", f"a head dimension of {head_dim}"
     return "cascade", "FlashAttention on trie paths"
@@ -116,8 +121,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     if memopd_plan is None:
         raise ValueError(
-            "the model's attention is set to memopd but no plan came with the call: use memopd.score, "
-            "or model.set_attn_implementation('sdpa') to run it as usual"
+            "the model's attention is set to memopd but no plan came with the call: use memopd.score, or "
+            f"model.set_attn_implementation({_usual(module)!r}) to run it as usual"
         )
     if attention_mask is not None:
         raise ValueError("memopd attention takes no attention_mask: the plan says what each row sees")
@@ -125,6 +130,10 @@ def attend(
         raise ValueError("attention dropout must be 0: calls that share a row would share its mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return memopd_plan.attend(query, key, value, scale, sliding_window, softcap, s_aux), None
+
+
+def _usual(module: Any) -> str:
+    return "eager" if hasattr(module, "sinks") or hasattr(module, "attn_logit_softcapping") else "sdpa"
 
 
 AttentionInterface.register(NAME, attend)
@@ -147,3 +156,17 @@ def planned_attention(model: Any) -> Iterator[None]:
     finally:
         if not (torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)):
             model.set_attn_implementation(before)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """The model as transformers runs it, never through us. Models that cannot share keep what they have."""
+    before = model.config._attn_implementation
+    if not sharing(model).shared:
+        yield
+        return
+    model.set_attn_implementation(reference_attention(model))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -38,9 +38,7 @@ class Segments:
         assert len(q) == len(k) > 0
         assert (np.minimum(q, k) > 0).all()
         assert not causal or (q <= k).all()
-        cu_q, cu_k = (
-            torch.as_tensor(np.cumsum([0, *n]), dtype=torch.int32, device=device) for n in (q, k)
-        )
+        cu_q, cu_k = (torch.as_tensor(np.cumsum([0, *n]), dtype=torch.int32, device=device) for n in (q, k))
         return cls(cu_q, cu_k, torch.tensor([int(q.max()), int(k.max()), int(causal)]))
 
 
@@ -65,7 +63,18 @@ def forward(
         return _efficient_forward(q, k, v, segments, scale)
     max_q, max_k, causal = segments.shape.tolist()
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, segments.cu_q, segments.cu_k, max_q, max_k, 0.0, bool(causal), False, scale=scale, **_window(window)
+        q,
+        k,
+        v,
+        segments.cu_q,
+        segments.cu_k,
+        max_q,
+        max_k,
+        0.0,
+        bool(causal),
+        False,
+        scale=scale,
+        **_window(window),
     )
     return out, lse
 
@@ -162,7 +171,18 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scal
     max_q, max_k, causal = segments.shape.tolist()
     for qh, kh, vh in _groups(q, k, v):
         out, lse, *_ = aten._efficient_attention_forward(
-            qh, kh, vh, None, segments.cu_q, segments.cu_k, max_q, max_k, 0.0, _BOTTOM_RIGHT * causal, True, scale=scale
+            qh,
+            kh,
+            vh,
+            None,
+            segments.cu_q,
+            segments.cu_k,
+            max_q,
+            max_k,
+            0.0,
+            _BOTTOM_RIGHT * causal,
+            True,
+            scale=scale,
         )
         outs.append(out[0])
         lses.append(_from_padded(lse, segments))
@@ -193,7 +213,11 @@ def _groups(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, T
     groups = q.shape[1] // k.shape[1]
     for i in range(k.shape[1]):
         qh = q[None, :, i * groups : (i + 1) * groups]
-        yield qh, k[None, :, i : i + 1].expand(-1, -1, groups, -1), v[None, :, i : i + 1].expand(-1, -1, groups, -1)
+        yield (
+            qh,
+            k[None, :, i : i + 1].expand(-1, -1, groups, -1),
+            v[None, :, i : i + 1].expand(-1, -1, groups, -1),
+        )
 
 
 def _slots(segments: Segments) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ best attention kernel for its layout. They differ in the rows they compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,11 @@ class Arm:
     rows: int
     seconds: float
     spread: float
-    peak_bytes: int
+    peak_bytes: int  # above weights and gradients, which every arm has
     speedup: float  # against the strongest exact arm that shares no rows
     limit: float  # what the rows alone allow
     share: float  # speedup / limit
-    memory: float  # peak, relative to the same arm
+    memory: float  # that peak, relative to the same arm
     utilisation: float  # 6 · parameters of the layers · rows / time / peak of a matrix product
     note: str = ""
 
@@ -68,10 +68,20 @@ def compile_layers(model: Any) -> None:
 
 
 def run_actor(
-    model: Any, episodes: Sequence[Episode], shape: str, batch: int, peak: float, repeats: int = 5, compiled: bool = False
+    model: Any,
+    episodes: Sequence[Episode],
+    shape: str,
+    batch: int,
+    peak: float,
+    repeats: int = 5,
+    compiled: bool = False,
 ) -> ActorResult:
     calls = [c for e in episodes for c in e.calls]
-    layouts = {"independent": independent(episodes), "merged": merged_rows(episodes), "packed": compile_calls(calls)}
+    layouts = {
+        "independent": independent(episodes),
+        "merged": merged_rows(episodes),
+        "packed": compile_calls(calls),
+    }
     device = next(model.parameters()).device
     checkpointing = _needs_checkpointing(model, len(layouts["independent"]), compiled)
     if checkpointing:
@@ -90,13 +100,15 @@ def run_actor(
     }
     if len(layouts["merged"]) == len(layouts["independent"]):
         del candidates["merged rows, varlen flash"]  # no call extends another: the same rows again
+    kept = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     measured = {}
     for name, (rows, make) in candidates.items():
         try:
             if "dense" in name and rows > DENSE_UP_TO:
                 raise ValueError(f"not tried over {DENSE_UP_TO} rows")
             long = rows > LONG
-            measured[name] = (rows, measure(make(), min(repeats, 3) if long else repeats, 1 if long else 2), "")
+            times = measure(make(), min(repeats, 3) if long else repeats, 1 if long else 2, model.zero_grad)
+            measured[name] = (rows, replace(times, peak_bytes=max(0, times.peak_bytes - kept)), "")
         except (ValueError, torch.OutOfMemoryError) as why:
             measured[name] = (rows, None, str(why).split("\n")[0][:90])
         model.zero_grad(set_to_none=True)
@@ -128,14 +140,11 @@ def _arm(model: Any, packed: Packed, kernel: Any, device: torch.device) -> tuple
     def make() -> Callable[[], None]:
         plan = kernel(packed, device)  # once per pack in training too: outside the timed step
         ids, positions = (torch.as_tensor(x, device=device).long()[None] for x in (packed.tokens, packed.positions))
-        row, token = (
-            torch.as_tensor(x, device=device).long() for x in (packed.decisions.row, packed.decisions.token)
-        )
+        row, token = (torch.as_tensor(x, device=device).long() for x in (packed.decisions.row, packed.decisions.token))
 
         model.set_attn_implementation(NAME)
 
         def step() -> None:
-            model.zero_grad(set_to_none=True)
             states = backbone(model)(
                 input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_plan=plan
             ).last_hidden_state[0]
@@ -154,14 +163,16 @@ def _padded(model: Any, episodes: Sequence[Episode]) -> Callable[[], None]:
     ids = torch.zeros(len(paths), max(map(len, paths)), dtype=torch.long, device=device)
     for line, path in zip(ids, paths, strict=True):
         line[: len(path)] = torch.as_tensor(path)
-    row = [i * ids.shape[1] + np.arange(len(c.prompt) - 1, len(p)) for i, (c, p) in enumerate(zip(calls, paths, strict=True))]
+    row = [
+        i * ids.shape[1] + np.arange(len(c.prompt) - 1, len(p))
+        for i, (c, p) in enumerate(zip(calls, paths, strict=True))
+    ]
     rows = torch.as_tensor(np.concatenate(row), device=device)
     token = torch.tensor(np.concatenate([c.completion for c in calls]), device=device).long()
 
     model.set_attn_implementation("sdpa")
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
         states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
         _backward(model, states[rows], token)
 

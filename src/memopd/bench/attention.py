@@ -51,7 +51,9 @@ def thin_trie(rows: int, leaves: int, seed: int = 0) -> Packed:
     """Many short calls under one long prefix: three quarters of the rows are shared by all."""
     rng = np.random.default_rng(seed)
     prefix, size = rng.integers(0, 1000, 3 * rows // 4), max(1, rows // 4 // leaves)
-    return compile_calls([Call(np.concatenate([prefix, [i], rng.integers(0, 1000, size - 1)]), [0]) for i in range(leaves)])
+    return compile_calls(
+        [Call(np.concatenate([prefix, [i], rng.integers(0, 1000, size - 1)]), [0]) for i in range(leaves)]
+    )
 
 
 def run_attention(
@@ -85,12 +87,19 @@ def run_attention(
             m = measure(step, repeats)
             results.append(AttentionResult(trie, T, depth, leaves, name, name == chosen, m.seconds, m.spread))
         except (ValueError, torch.OutOfMemoryError) as why:
-            results.append(AttentionResult(trie, T, depth, leaves, name, name == chosen, float("nan"), 0, str(why)[:90]))
+            results.append(
+                AttentionResult(trie, T, depth, leaves, name, name == chosen, float("nan"), 0, str(why)[:90])
+            )
     return results
 
 
 def sweep(
-    rows: Sequence[int], depths: Sequence[int], leaves: Sequence[int], dtype: torch.dtype, device: str, repeats: int
+    rows: Sequence[int],
+    depths: Sequence[int],
+    leaves: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    repeats: int,
 ) -> Iterator[AttentionResult]:
     for n in rows:
         for calls in leaves:

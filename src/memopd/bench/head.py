@@ -13,13 +13,15 @@ from memopd.bench.timing import measure
 from memopd.score import Head, Target, vocabulary_scores
 from memopd.score.vocabulary import CHUNK, reference_scores
 
+GROUP = 4  # as in memopd.score.fused, which only a machine with Triton can import
+
 
 @dataclass(frozen=True, slots=True)
 class HeadArm:
     name: str
     computes: str
     seconds: float
-    peak_bytes: int
+    added_bytes: int
     products: float  # time / time of the matrix products it performs; NaN where not counted
     note: str = ""
 
@@ -39,7 +41,13 @@ class HeadResult:
 
 
 def run_head(
-    decisions: int, vocabulary: int, width: int, teacher_width: int, dtype: torch.dtype, device: str, repeats: int = 5
+    decisions: int,
+    vocabulary: int,
+    width: int,
+    teacher_width: int,
+    dtype: torch.dtype,
+    device: str,
+    repeats: int = 5,
 ) -> HeadResult:
     generator = torch.Generator(device).manual_seed(0)
 
@@ -57,48 +65,54 @@ def run_head(
         states.grad = weight.grad = None
 
     def ours() -> None:
-        clear()
         s = vocabulary_scores(head, states, tokens, teacher=target)
         assert s.divergence is not None
         (s.divergence.mean() - s.logprob.mean() - 0.001 * s.entropy.mean()).backward()  # type: ignore[no-untyped-call]
 
     def naive() -> None:
-        clear()
         logprob, entropy, divergence = reference_scores(head, states, tokens, 1.0, target.head, theirs)
         (divergence.mean() - logprob.mean() - 0.001 * entropy.mean()).backward()  # type: ignore[no-untyped-call]
 
     def products() -> None:
         """The products that `ours` performs and nothing else: forward, forward again, two for gradients."""
-        from memopd.score.fused import accumulate
-
-        gradient = torch.zeros_like(weight, dtype=torch.float32)
         with torch.no_grad():
             for s, t in zip(states.split(CHUNK), theirs.split(CHUNK), strict=True):
-                for _ in range(2):
-                    z = s @ weight.T
-                    t @ their_weight.T
+                s @ weight.T
+                t @ their_weight.T
+            gradient = torch.zeros_like(weight)
+            for s, t in zip(states.split(GROUP * CHUNK), theirs.split(GROUP * CHUNK), strict=True):
+                z = torch.empty(len(s), vocabulary, dtype=dtype, device=device)
+                for part, into in zip(s.split(CHUNK), z.split(CHUNK), strict=True):
+                    torch.mm(part, weight.T, out=into)
+                for part in t.split(CHUNK):
+                    part @ their_weight.T
                 z @ weight
-                accumulate(gradient, z, s)
+                gradient.addmm_(z.T, s)
 
     everything = "log p, entropy, KL"
-    product_seconds = measure(products, repeats).seconds if device == "cuda" else float("nan")
-    arms = [_measure("memopd", everything, ours, repeats, product_seconds)]
-    arms.append(_measure("naive PyTorch", everything, naive, repeats))
+    product_seconds = measure(products, repeats).seconds
+    arms = [_measure("memopd", everything, ours, clear, repeats, product_seconds)]
+    arms.append(_measure("naive PyTorch", everything, naive, clear, repeats))
     if (liger := _liger(states, weight, theirs, their_weight)) is not None:
-        arms.append(_measure("Liger fused linear JSD", "KL only", lambda: (clear(), liger()), repeats))
+        arms.append(_measure("Liger fused linear JSD", "KL only", liger, clear, repeats))
     clear()
     return HeadResult(decisions, vocabulary, width, teacher_width, CHUNK, product_seconds, tuple(arms))
 
 
 def _measure(
-    name: str, computes: str, work: Callable[[], Any], repeats: int, products: float = float("nan")
+    name: str,
+    computes: str,
+    work: Callable[[], Any],
+    clear: Callable[[], None],
+    repeats: int,
+    products: float = float("nan"),
 ) -> HeadArm:
     try:
-        m = measure(work, repeats)
+        m = measure(work, repeats, fresh=clear)
     except torch.OutOfMemoryError as why:
         torch.cuda.empty_cache()
         return HeadArm(name, computes, float("nan"), 0, float("nan"), str(why).split(". ")[0])
-    return HeadArm(name, computes, m.seconds, m.peak_bytes, m.seconds / products)
+    return HeadArm(name, computes, m.seconds, m.added_bytes, m.seconds / products)
 
 
 def _liger(states: Tensor, weight: Tensor, theirs: Tensor, their_weight: Tensor) -> Callable[[], Any] | None:

@@ -1,4 +1,4 @@
-"""What the benchmarks run on: calls of the paper's shapes with random ids, and models of real shapes with random weights."""
+"""What the benchmarks run on: calls of the paper's shapes, random ids; models of real shapes, random weights."""
 
 from __future__ import annotations
 

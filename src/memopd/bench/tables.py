@@ -42,7 +42,7 @@ def actor_table(r: ActorResult) -> Table:
 
 def head_table(r: HeadResult) -> Table:
     rows = [
-        [a.name, a.computes, a.note or f"{1e3 * a.seconds:.1f}", f"{a.peak_bytes / 1e9:.2f}",
+        [a.name, a.computes, a.note or f"{1e3 * a.seconds:.1f}", f"{a.added_bytes / 1e9:.2f}",
          "" if a.products != a.products else f"{a.products:.2f}×"]
         for a in r.arms
     ]  # fmt: skip
@@ -68,7 +68,9 @@ def rce_table(results: Sequence[RceResult]) -> Table:
     rows = []
     for r in results:
         e, g = r.logits, r.gradients
-        gradient = ["", "", ""] if g is None else [f"{g.difference:.1e}", f"{g.reordering:.1e}", "yes" if g.passed else "NO"]
+        gradient = (
+            ["", "", ""] if g is None else [f"{g.difference:.1e}", f"{g.reordering:.1e}", "yes" if g.passed else "NO"]
+        )
         rows.append(
             [f"{r.shape}, {e.attention}", e.dtype, f"{e.p99_logprob_error:.1e}", f"{e.floor_p99_logprob_error:.1e}",
              f"{100 * e.top1_agreement:.2f}", f"{100 * e.false_clip:.2f}", f"{e.error:.1e} / {e.tolerance:.1e}",
@@ -122,7 +124,7 @@ def plot_head(results: Sequence[HeadResult], output: Path) -> None:
     labels = [f"{a.name}\n{r.width}/{r.teacher_width}" for r in results for a in r.arms]
     arms = [a for r in results for a in r.arms]
     time.barh(labels, [1e3 * a.seconds for a in arms])
-    memory.barh(labels, [a.peak_bytes / 1e9 for a in arms], color="tab:orange")
+    memory.barh(labels, [a.added_bytes / 1e9 for a in arms], color="tab:orange")
     memory.set_yticklabels([])
     time.set_xlabel("ms, forward + backward")
     memory.set_xlabel("GB added")

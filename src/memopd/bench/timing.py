@@ -16,13 +16,19 @@ import torch
 class Measured:
     seconds: float  # median after warm-up
     spread: float  # (slowest − fastest) / median
-    peak_bytes: int  # above what was allocated before; 0 on a CPU
+    peak_bytes: int  # the most allocated at any time; 0 on a CPU
+    added_bytes: int  # of these, above what was allocated before
 
 
-def measure(work: Callable[[], Any], repeats: int = 5, warmup: int = 2) -> Measured:
+def measure(
+    work: Callable[[], Any], repeats: int = 5, warmup: int = 2, fresh: Callable[[], None] = lambda: None
+) -> Measured:
+    """Time `work`. `fresh` runs before each repetition, untimed: it lets go of what the last one left behind."""
     cuda = torch.cuda.is_available()
     for _ in range(warmup):
+        fresh()
         work()
+    fresh()
     before = 0
     if cuda:
         torch.cuda.synchronize()
@@ -30,13 +36,14 @@ def measure(work: Callable[[], Any], repeats: int = 5, warmup: int = 2) -> Measu
         torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(repeats):
+        fresh()
         start = time.perf_counter()
         work()
         if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
-    return Measured(median(times), (max(times) - min(times)) / median(times), peak)
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    return Measured(median(times), (max(times) - min(times)) / median(times), peak, peak - before)
 
 
 def matmul_peak(dtype: torch.dtype, device: str) -> float:

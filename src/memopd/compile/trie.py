@@ -146,7 +146,6 @@ def _by_first_call(calls: Sequence[int], lcp: Ints) -> tuple[Ints, Ints]:
             continue
         children = sorted(node.children, key=lambda c: calls[c] if isinstance(c, int) else c.first)
         # The first leaf under a node shares with its predecessor what the node itself does; the others, its depth.
-        for child in reversed(children[1:]):
-            todo.append((child, node.depth))
+        todo += [(child, node.depth) for child in reversed(children[1:])]
         todo.append((children[0], depth))
     return np.array(places, np.int64), np.array(shared, np.int64)

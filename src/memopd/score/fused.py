@@ -3,7 +3,8 @@
 Same results as `vocabulary.reference_scores`; the products with the head's weights stay with cuBLAS. Per chunk:
 
     forward    z = states @ W.T, z_T likewise   -> row sums -> log p(a), entropy, reverse KL
-    backward   z and z_T again                  -> dz over z, in place -> dstates = dz @ W, dW += dz.T @ states
+    backward   z and z_T again                  -> dz over z, in place; then per group of chunks
+                                                   dstates = dz @ W, dW += dz.T @ states
 
 With p = softmax(z) over the vocabulary and, for the divergence, over the ids that both models have:
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from memopd.score.head import Head
 
 BLOCK = 4096  # logits a program reads at once
+GROUP = 4  # chunks whose dz are kept for one product: the head's gradient is rounded once per group, not per chunk
 
 
 def fused_scores(
@@ -59,44 +61,40 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, g_logprob: Tensor, g_entropy: Tensor, g_divergence: Tensor) -> Any:  # type: ignore[override]
         states, weight, bias, tokens, stats, teacher_states = ctx.saved_tensors
         grads = torch.stack([g_logprob, g_entropy, g_divergence]).float().contiguous()
-        d_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_states = torch.empty_like(states, dtype=weight.dtype) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
-        for at in range(0, len(tokens), ctx.chunk):
-            part = slice(at, min(at + ctx.chunk, len(tokens)))
-            z = _product(states[part], weight, bias)
-            z_T = None if ctx.teacher is None else _teacher_product(ctx.teacher, teacher_states, part)
-            _backward_kernel[(len(z),)](
-                z, z if z_T is None else z_T, tokens[part], stats[:, part], grads[:, part], stats.stride(0), z.shape[1],
-                *_shape(z, z_T, ctx.head, ctx.teacher, ctx.temperature), BLOCK=BLOCK, num_warps=8,
-            )  # fmt: skip
+        group = GROUP * ctx.chunk
+        buffer = torch.empty(min(group, len(tokens)), len(weight), dtype=weight.dtype, device=weight.device)
+        for start in range(0, len(tokens), group):
+            stop = min(start + group, len(tokens))
+            for at in range(start, stop, ctx.chunk):
+                part = slice(at, min(at + ctx.chunk, stop))
+                z = _product(states[part], weight, bias, out=buffer[at - start : part.stop - start])
+                z_T = None if ctx.teacher is None else _teacher_product(ctx.teacher, teacher_states, part)
+                _backward_kernel[(len(z),)](
+                    z, z if z_T is None else z_T, tokens[part], stats[:, part], grads[:, part], stats.stride(0),
+                    z.shape[1], *_shape(z, z_T, ctx.head, ctx.teacher, ctx.temperature), BLOCK=BLOCK, num_warps=8,
+                )  # fmt: skip
+            dz, of = buffer[: stop - start], slice(start, stop)
             if d_states is not None:
-                torch.mm(z, weight, out=d_states[part])
+                torch.mm(dz, weight, out=d_states[of])
             if d_weight is not None:
-                accumulate(d_weight, z, states[part])
+                d_weight.addmm_(dz.T, states[of].to(dz.dtype))
             if d_bias is not None:
-                d_bias += z.sum(0, dtype=torch.float32)
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_states, d_weight, d_bias, None, None, None, None, None, None
+                d_bias += dz.sum(0, dtype=torch.float32)
+        d_states = None if d_states is None else d_states.to(states.dtype)
+        return d_states, d_weight, d_bias if d_bias is None else d_bias.to(bias.dtype), *[None] * 6
 
 
-def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(states: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     states = states.to(weight.dtype)
-    return torch.mm(states, weight.T) if bias is None else torch.addmm(bias, states, weight.T)
+    return torch.mm(states, weight.T, out=out) if bias is None else torch.addmm(bias, states, weight.T, out=out)
 
 
 def _teacher_product(teacher: Head, states: Tensor | None, part: slice) -> Tensor:
     assert states is not None
     return _product(states[part].to(teacher.weight.device), teacher.weight, teacher.bias)
-
-
-def accumulate(total: Tensor, dz: Tensor, states: Tensor) -> None:
-    """total += dz.T @ states, summed in float32 whatever the operands are."""
-    if dz.dtype == torch.float32:
-        total.addmm_(dz.T, states)
-    else:
-        torch.addmm(total, dz.T, states.to(dz.dtype), out_dtype=torch.float32, out=total)
 
 
 def _shape(z: Tensor, z_T: Tensor | None, head: Head, teacher: Head | None, temperature: float) -> tuple[Any, ...]:

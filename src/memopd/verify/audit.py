@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.attention import check_length, sharing
+from memopd.attention import check_length, own_attention, sharing
 from memopd.compile import compile_calls, corrupt, fill, persistent_history, response_mask, trajectory_mask
 from memopd.compile.controls import stable_prefix
 from memopd.score import Head, call_states, decision_states, head_of
@@ -28,7 +28,6 @@ from memopd.verify.equivalence import (
     batched_states,
     compare,
     judge,
-    own_attention,
     p99,
     packed_states,
     packs_of,
@@ -123,21 +122,28 @@ def audit(
     head = head_of(model)
     alone = torch.cat([alone_states(model, e.calls) for e in progress("calls alone", episodes)])
     batched = torch.cat([batched_states(model, e.calls) for e in progress("calls in padded batches", episodes)])
-    packed = packed_states(model, calls, progress("packed", packs), attention)
-    persistent = torch.cat([persistent_states(model, e) for e in progress("persistent history", episodes)])
+    packed = packed_states(model, calls, progress("packed", packs), attention, like=alone)
     tokens, temperature = sampled_tokens(calls, alone.device), temperatures(episodes, alone.device)
 
     def row(representation: str, states: Tensor) -> Row:
         return as_row(representation, compare(head, states, head, alone, tokens, temperature), len(tokens))
 
-    corruption, notes = [], []
-    for what, wrong in CORRUPTIONS.items():
+    notes: list[str] = []
+
+    def control(what: str, states_of: Callable[[Episode], Tensor]) -> list[Row]:
+        """A wrong way to score; where it cannot run (its positions pass a rope limit, say), a note instead."""
         try:
-            states = [corrupted_states(model, e, attention, **wrong) for e in progress(what, episodes)]
+            return [row(what, torch.cat([states_of(e) for e in progress(what, episodes)]))]
         except ValueError as why:
             notes.append(f"{what}: not measured: {why}")
-        else:
-            corruption.append(row(what, torch.cat(states)))
+            return []
+
+    persistent = control("persistent history", lambda e: persistent_states(model, e))
+    corruption = [
+        made
+        for what, wrong in CORRUPTIONS.items()
+        for made in control(what, lambda e, wrong=wrong: corrupted_states(model, e, attention, **wrong))  # type: ignore[misc]
+    ]
     recorded, note = recorded_gap(episodes, head, alone)
     return Audit(
         model=name or type(model).__name__,
@@ -145,7 +151,7 @@ def audit(
         calls=sum(c.trainable for c in calls),
         equivalence=judge(model, calls, packs, Runs(alone, batched, packed), attention),
         representations=(
-            row("persistent history", persistent),
+            *persistent,
             row("batching floor", batched),
             row("reconstructed packing", packed),
         ),
@@ -221,7 +227,12 @@ def teacher_mismatch(
         if len(kl):
             mismatches.append(
                 TeacherMismatch(
-                    when, len(kl), float(same.double().mean()), int((~same).sum()), p99(delta.abs()), float(kl.mean())
+                    when,
+                    len(kl),
+                    float(same.double().mean()),
+                    int((~same).sum()),
+                    p99(delta.abs()),
+                    float(kl.mean()),
                 )
             )
     return tuple(mismatches)

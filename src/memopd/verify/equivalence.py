@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.attention import reference_attention, sharing
+from memopd.attention import own_attention, sharing
 from memopd.compile import Packed, fill
 from memopd.score import Head, call_states, decision_states, head_of, vocabulary_scores
 from memopd.score.states import backbone
@@ -87,12 +87,9 @@ def equivalence(
     calls = list(calls)
     packs = packs_of(calls, budget) if packs is None else packs
     with torch.no_grad():
-        runs = Runs(
-            alone=alone_states(model, calls),
-            batched=batched_states(model, calls),
-            packed=packed_states(model, calls, packs, attention),
-        )
-        return judge(model, calls, packs, runs, attention)
+        alone = alone_states(model, calls)
+        packed = packed_states(model, calls, packs, attention, like=alone)
+        return judge(model, calls, packs, Runs(alone, batched_states(model, calls), packed), attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +102,7 @@ class Runs:
 
 
 @torch.no_grad()
-def judge(
-    model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs, attention: str
-) -> EquivalenceReport:
+def judge(model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs, attention: str) -> EquivalenceReport:
     """The verdict on runs that were made already."""
     problems = structural_problems(packs, calls)
     head, dtype = head_of(model), next(model.parameters()).dtype
@@ -168,19 +163,18 @@ def packs_of(calls: Sequence[Call], budget: int) -> list[Packed]:
     return fill(calls, max(budget, longest))
 
 
-def packed_states(model: Any, calls: Sequence[Call], packs: Iterable[Packed], attention: str) -> Tensor:
-    """Scattered by (call, k), so that a pack with a decision too few or too many shows as NaN or as a wrong state."""
+def packed_states(model: Any, calls: Sequence[Call], packs: Iterable[Packed], attention: str, like: Tensor) -> Tensor:
+    """Scattered by (call, k) into the shape of `like`. A decision that is missing, or cannot be placed, stays NaN."""
     start = np.cumsum([0] + [len(c.completion) if c.trainable else 0 for c in calls])
-    states: Tensor | None = None
+    states = torch.full_like(like, float("nan"))
     for packed in packs:
+        call, row = packed.decisions.call, packed.decisions.row
+        if not len(call) or row.max() >= len(packed) or call.max() >= len(calls):
+            continue
         here = decision_states(model, packed, attention)
-        if states is None:
-            states = here.new_full((int(start[-1]), here.shape[-1]), float("nan"))
-        call = packed.decisions.call
         k = np.arange(len(call)) - np.searchsorted(call, call)  # how many decisions of its call came before
         slot = torch.as_tensor(np.minimum(start[call] + k, start[call + 1] - 1), device=here.device)
-        states = states.index_copy(0, slot, here)
-    assert states is not None
+        states = states.index_copy(0, slot, here.to(like.dtype))
     return states
 
 
@@ -218,20 +212,6 @@ def decision_index(calls: Sequence[Call]) -> tuple[np.ndarray[Any, Any], np.ndar
     """For every decision: its call, and its place in the completion."""
     call = np.repeat(np.arange(len(calls)), [len(c.completion) if c.trainable else 0 for c in calls])
     return call, np.concatenate([np.arange(len(c.completion)) for c in calls if c.trainable])
-
-
-@contextmanager
-def own_attention(model: Any) -> Iterator[None]:
-    """The model as transformers runs it, never through us. Unshared models keep what they have."""
-    before = model.config._attn_implementation
-    if not sharing(model).shared:
-        yield
-        return
-    model.set_attn_implementation(reference_attention(model))
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 @contextmanager

@@ -18,7 +18,10 @@ def structural_problems(packs: Sequence[Packed], calls: Sequence[Call]) -> list[
     """
     problems = []
     seen = {i: 0 for i, call in enumerate(calls) if call.trainable}
-    for packed in packs:
+    for n, packed in enumerate(packs):
+        if problem := _pack_problem(packed):
+            problems.append(f"pack {n}: {problem}")
+            continue
         for i in np.unique(packed.decisions.call).tolist():
             if i not in seen:
                 problems.append(f"call {i}: has decisions but is not a trainable call")
@@ -28,6 +31,20 @@ def structural_problems(packs: Sequence[Packed], calls: Sequence[Call]) -> list[
                 problems.append(f"call {i}: {problem}")
     problems += [f"call {i}: in {n} packs instead of one" for i, n in seen.items() if n != 1]
     return problems
+
+
+def _pack_problem(packed: Packed) -> str | None:
+    """Rows that see too much or too little, whichever calls they belong to."""
+    T, row = len(packed), packed.decisions.row
+    if not ((packed.exit > np.arange(T)) & (packed.exit <= T)).all():
+        return "an exit is not behind its own row and within the pack"
+    if len(row) and not (row.min() >= 0 and row.max() < T):
+        return "a decision is on a row that does not exist"
+    # Row q sees the rows up to itself less those that exited by then: as many as its position says.
+    sees = np.arange(1, T + 1) - np.cumsum(np.bincount(packed.exit, minlength=T + 1))[:T]
+    if len(wrong := np.flatnonzero(sees != packed.positions + 1)):
+        return f"row {wrong[0]} at position {packed.positions[wrong[0]]} sees {sees[wrong[0]]} rows"
+    return None
 
 
 def _call_problem(packed: Packed, call: Call, i: int) -> str | None:
