@@ -96,7 +96,7 @@ def test_the_console_script_is_this_command():
 def test_neither_demo_nor_episodes(arguments):
     shown = memopd(*arguments)
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert one_line(shown.stderr) == "memopd: give EPISODES and --model, or --demo"
+    assert one_line(shown.stderr) == "memopd: give EPISODES and --model, or --demo alone"
 
 
 def test_a_missing_store_in_a_process_of_its_own(tmp_path):
@@ -109,7 +109,7 @@ def test_a_debugger_gets_the_traceback():
     shown = memopd("audit", MEMOPD_DEBUG="1")
     assert shown.returncode == 1
     assert "Traceback" in shown.stderr
-    assert shown.stderr.rstrip().endswith("ValueError: give EPISODES and --model, or --demo")
+    assert shown.stderr.rstrip().endswith("ValueError: give EPISODES and --model, or --demo alone")
 
 
 @pytest.mark.parametrize("verb", ["audit", "draw"])

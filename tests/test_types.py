@@ -68,7 +68,7 @@ def test_an_episode_adds_its_id_and_the_place_of_the_call(case):
     ("arguments", "message"),
     [
         ({"calls": []}, r"episode 'e': calls: must not be empty"),
-        ({"reward": float("nan")}, r"episode 'e': reward: must be finite"),
+        ({"reward": float("nan")}, r"episode 'e': reward: must be a finite number"),
         ({"id": ""}, r"Episode\.id must be a non-empty string, got ''"),
         ({"id": 5}, r"Episode\.id must be a non-empty string, got 5"),
     ],

@@ -205,4 +205,4 @@ def test_an_episode_that_comes_back(tmp_path: Path) -> None:
 
 def test_sampling_is_checked(tmp_path: Path) -> None:
     path = lines(tmp_path / "calls.jsonl", call("a"), call("b", temperature=0), call("b"))
-    assert error_of(path) == "line 2: episode 'b': Sampling.temperature must be above 0, got 0.0"
+    assert error_of(path) == "line 2: episode 'b': Sampling.temperature must be above 0 and finite, got 0.0"

@@ -93,7 +93,7 @@ def any_call(draw: st.DrawFn) -> Call:
 
 any_sampling = st.builds(
     Sampling,
-    temperature=st.floats(0, exclude_min=True, allow_nan=False),
+    temperature=st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False),
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(0, 2**31),
     max_tokens=st.none() | st.integers(1, 2**31),
@@ -442,7 +442,7 @@ BAD_ROWS: list[tuple[Callable[[Rows], Rows], str]] = [
     (put(4, "logprobs", [-0.5] * 4 + [None]), "row 4: episode 'e1': call 1: logprobs: not finite at 4"),
     (put(7, "reward", float("nan")), "row 7: episode 'e2': call 1: reward: must be a finite number, got nan"),
     (put(7, "reward", None), "row 7: episode 'e2': call 1: reward: must not be null"),
-    (put(7, "stop", "tired"), "row 7: episode 'e2': call 1: 'tired' is not a valid StopReason"),
+    (put(7, "stop", "tired"), "row 7: episode 'e2': call 1: stop: must be stop, length or aborted, got 'tired'"),
     (put(7, "trainable", None), "row 7: episode 'e2': call 1: trainable: must not be null"),
     (put(7, "episode", None), "row 7: episode None: call 1: episode: must not be null"),
     (put(7, "call", None), "row 7: episode 'e2': call None: call: must not be null"),
@@ -466,7 +466,7 @@ BAD_ROWS: list[tuple[Callable[[Rows], Rows], str]] = [
     (order(0, 1, 3, 4, 5, 2), "row 5: episode 'e0': call 2: the episode's calls must be consecutive"),
     (
         lambda rows: [{**row, "temperature": -1.0} for row in rows],
-        "row 0: episode 'e0': Sampling.temperature must be above 0, got -1.0",
+        "row 0: episode 'e0': Sampling.temperature must be above 0 and finite, got -1.0",
     ),
 ]
 

@@ -70,7 +70,7 @@ def draw(packed: Packed, output: Path, title: str = "") -> None:
 
 
 if __name__ == "__main__":
-    q, a0, o0, a1, o1, a2 = (list(range(10 * i, 10 * i + n)) for i, n in enumerate([8, 5, 4, 5, 4, 5]))
-    example = [Call(q, a0), Call(q + a0 + o0, a1), Call(q + a1 + o1, a2)]
+    q, a0, o0, a1, o1, a2 = (np.arange(10 * i, 10 * i + n, dtype=np.int32) for i, n in enumerate([8, 5, 4, 5, 4, 5]))
+    example = [Call(q, a0), Call(np.concatenate([q, a0, o0]), a1), Call(np.concatenate([q, a1, o1]), a2)]
     draw(compile_calls(example), Path("pack.png"), "[q] → a0,  [q, a0, o0] → a1,  [q, a1, o1] → a2")
     print("pack.png")

@@ -180,7 +180,7 @@ def _padded(model: Any, episodes: Sequence[Episode]) -> Callable[[], None]:
 
 
 def _backward(model: Any, states: torch.Tensor, token: torch.Tensor) -> None:
-    (-vocabulary_scores(head_of(model, check=False), states, token).logprob.mean()).backward()  # type: ignore[no-untyped-call]
+    (-vocabulary_scores(head_of(model, check=False), states, token).logprob.mean()).backward()
 
 
 def _needs_checkpointing(model: Any, rows: int, compiled: bool) -> bool:

@@ -67,11 +67,11 @@ def run_head(
     def ours() -> None:
         s = vocabulary_scores(head, states, tokens, teacher=target)
         assert s.divergence is not None
-        (s.divergence.mean() - s.logprob.mean() - 0.001 * s.entropy.mean()).backward()  # type: ignore[no-untyped-call]
+        (s.divergence.mean() - s.logprob.mean() - 0.001 * s.entropy.mean()).backward()
 
     def naive() -> None:
         logprob, entropy, divergence = reference_scores(head, states, tokens, 1.0, target.head, theirs)
-        (divergence.mean() - logprob.mean() - 0.001 * entropy.mean()).backward()  # type: ignore[no-untyped-call]
+        (divergence.mean() - logprob.mean() - 0.001 * entropy.mean()).backward()
 
     def products() -> None:
         """The products that `ours` performs and nothing else: forward, forward again, two for gradients."""

@@ -69,7 +69,9 @@ def rce_table(results: Sequence[RceResult]) -> Table:
     for r in results:
         e, g = r.logits, r.gradients
         gradient = (
-            ["", "", ""] if g is None else [f"{g.difference:.1e}", f"{g.reordering:.1e}", "yes" if g.passed else "NO"]
+            ["", "", "", ""]
+            if g is None
+            else [f"{g.difference:.1e}", f"{g.reordering:.1e}", f"{g.batching:.1e}", "yes" if g.passed else "NO"]
         )
         rows.append(
             [f"{r.shape}, {e.attention}", e.dtype, f"{e.p99_logprob_error:.1e}", f"{e.floor_p99_logprob_error:.1e}",
@@ -77,7 +79,7 @@ def rce_table(results: Sequence[RceResult]) -> Table:
              "yes" if e.passed else "NO", *gradient]
         )  # fmt: skip
     columns = ["", "dtype", "p99 |Δlog p|", "batching floor", "top-1 %", "false clip %", "error / tolerance", "passed",
-               "gradient Δ", "reordering Δ", "passed"]  # fmt: skip
+               "gradient Δ", "reordered Δ", "batched Δ", "passed"]  # fmt: skip
     return table("packed against each call alone", columns, rows)
 
 

@@ -37,9 +37,10 @@ class Trie:
     def select(self, places: Ints) -> Trie:
         """The trie of some of the calls: `places`, ascending, index `order`."""
         order = [self.order[p] for p in places]
-        # Two paths share what every step between them shares.
-        shared = np.minimum.reduceat(self.lcp[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else []
-        return Trie(order, np.concatenate([[0], shared]).astype(np.int64), self.length[places])
+        lcp = np.zeros(len(places), np.int64)
+        if len(places) > 1:  # two paths share what every step between them shares
+            lcp[1:] = np.minimum.reduceat(self.lcp[: places[-1] + 1], places[:-1] + 1)
+        return Trie(order, lcp, self.length[places])
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ def fused_scores(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(log p(a), entropy, reverse KL), float32; differentiable in `states` and the head's weight and bias."""
-    logprob, entropy, divergence = _Fused.apply(  # type: ignore[no-untyped-call]
+    logprob, entropy, divergence = _Fused.apply(
         states, head.weight, head.bias, head, tokens, temperature, teacher, teacher_states, chunk
     )
     return logprob, entropy, divergence if teacher is not None else None
@@ -58,7 +58,7 @@ class _Fused(torch.autograd.Function):
         return stats[0].clone(), stats[1].clone(), stats[2].clone()
 
     @staticmethod
-    def backward(ctx: Any, g_logprob: Tensor, g_entropy: Tensor, g_divergence: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g_logprob: Tensor, g_entropy: Tensor, g_divergence: Tensor) -> Any:
         states, weight, bias, tokens, stats, teacher_states = ctx.saved_tensors
         grads = torch.stack([g_logprob, g_entropy, g_divergence]).float().contiguous()
         d_states = torch.empty_like(states, dtype=weight.dtype) if ctx.needs_input_grad[0] else None

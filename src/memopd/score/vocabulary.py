@@ -41,16 +41,17 @@ def vocabulary_scores(
     chunk: int = CHUNK,
 ) -> VocabularyScores:
     """Differentiable in `states` and in the head's weights. Log-probabilities are at `temperature`."""
-    theirs = (None, None) if teacher is None else (teacher.head, teacher.states)
+    their_head = None if teacher is None else teacher.head
+    theirs = None if teacher is None else teacher.states
     if states.is_cuda and head.weight.dtype != torch.float64:
         from memopd.score.fused import fused_scores  # Triton exists only where there is a GPU
 
-        return VocabularyScores(*fused_scores(head, states, tokens, temperature, *theirs, chunk))
+        return VocabularyScores(*fused_scores(head, states, tokens, temperature, their_head, theirs, chunk))
     columns: list[tuple[Tensor, ...]] = []
     for at in range(0, len(tokens), chunk):
         part = slice(at, at + chunk)
-        their_states = None if theirs[1] is None else theirs[1][part].to(states.device)
-        arguments = (head, states[part], tokens[part], temperature, theirs[0], their_states)
+        their_part = None if theirs is None else theirs[part].to(states.device)
+        arguments = (head, states[part], tokens[part], temperature, their_head, their_part)
         columns.append(checkpoint(reference_scores, *arguments, use_reentrant=False))
     logprob, entropy, *divergence = (torch.cat(c) for c in zip(*columns, strict=True))
     return VocabularyScores(logprob, entropy, divergence[0] if divergence else None)

@@ -282,7 +282,8 @@ class GradientReport:
     attention: str
     dtype: str
     difference: float  # ‖packed − alone‖ / ‖alone‖ over all parameters
-    reordering: float  # ‖alone, last call first − alone‖ / ‖alone‖: what the order of summation costs
+    reordering: float  # ‖alone, last call first − alone‖ / ‖alone‖: what the order of the calls costs
+    batching: float  # ‖padded batch − alone‖ / ‖alone‖: what matrix products of another shape cost
     error: float  # what is judged
     tolerance: float
     tolerance_source: str
@@ -298,6 +299,7 @@ def gradient_equivalence(
     packed = _packed_gradients(model, calls, packs, attention)
     alone = _alone_gradients(model, calls)
     reordered = _alone_gradients(model, calls[::-1])
+    batched = _batched_gradients(model, calls)
     apart = {n: float(_distance(packed[n], alone[n]) / (alone[n].double().square().sum() + 1e-30)) for n in alone}
     change = _relative(packed, alone)
     if dtype in MORE_PRECISE:
@@ -314,6 +316,7 @@ def gradient_equivalence(
         dtype=name_of(dtype),
         difference=change,
         reordering=_relative(reordered, alone),
+        batching=_relative(batched, alone),
         error=error,
         tolerance=tolerance,
         tolerance_source=source,
@@ -343,9 +346,17 @@ def _alone_gradients(model: Any, calls: Sequence[Call]) -> Gradients:
     return _take_gradients(model)
 
 
+def _batched_gradients(model: Any, calls: Sequence[Call]) -> Gradients:
+    model.zero_grad(set_to_none=True)
+    with own_attention(model):  # also around the backward pass, which runs checkpointed layers again
+        states = batched_states(model, calls)
+        _backward(model, states, sampled_tokens(calls, states.device), calls)
+    return _take_gradients(model)
+
+
 def _backward(model: Any, states: Tensor, tokens: Tensor, calls: Sequence[Call]) -> None:
     total = sum(len(c.completion) for c in calls if c.trainable)
-    (-vocabulary_scores(head_of(model), states, tokens).logprob.sum() / total).backward()  # type: ignore[no-untyped-call]
+    (-vocabulary_scores(head_of(model), states, tokens).logprob.sum() / total).backward()
 
 
 def _take_gradients(model: Any) -> Gradients:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers as hf
+import transformers
+
+hf: Any = transformers  # its configs are typed more narrowly than they are used
 
 VOCABULARY = 131
 
-_TINY = {
+_TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -23,7 +25,7 @@ _TINY = {
     "eos_token_id": 2,
 }
 _WINDOW = 12  # shorter than the calls of the checks, so that it cuts
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def _longrope(short_of: int) -> dict[str, Any]:

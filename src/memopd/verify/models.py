@@ -75,7 +75,7 @@ def check_family(family: str) -> FamilyRow:
 def _refused(family: str, length: int) -> FamilyRow:
     model = tiny_model(family, dtype=torch.float64)
     try:
-        equivalence(model, [Call(np.full(length, 5), [6, 7])], "dense")
+        equivalence(model, [Call(np.full(length, 5), np.array([6, 7]))], "dense")
     except ValueError as why:
         return FamilyRow(f"{family}, a call of {length + 1}", "refused", str(why), "", float("nan"), float("nan"))
     raise AssertionError(f"{family} should have been refused at {length} tokens")
