@@ -197,8 +197,9 @@ Plot = Annotated[Path | None, typer.Option(help="Also draw, to this file.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions; the median counts.")]
 
 
-def report(results: Iterable[Any], as_json: bool, table: Any, **setting: Any) -> list[Any]:
+def report(results: Iterable[Any], as_json: bool, plot_to: Path | None = None, **setting: Any) -> list[Any]:
     """Collect results; as JSON, print each on its own line as it comes, with what it was measured on."""
+    from memopd.bench.tables import plot, tables_of
     from memopd.bench.timing import machine
 
     setting |= machine()
@@ -210,9 +211,29 @@ def report(results: Iterable[Any], as_json: bool, table: Any, **setting: Any) ->
         if as_json:
             print(json.dumps(plain({**setting, **result.as_dict()})), flush=True)
     if not as_json:
-        for made in table(collected):
+        for made in tables_of(collected):
             out.print(made)
+    if plot_to is not None:
+        plot(collected, plot_to)
     return collected
+
+
+@bench.command("show")
+def bench_show(
+    results: Annotated[Path, typer.Argument(help="What a benchmark printed with --json.")],
+    plot: Plot = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a document.")] = False,
+) -> None:
+    """Recorded results as tables, and as a plot."""
+    from memopd.bench.tables import load, tables_of
+    from memopd.bench.tables import markdown as as_markdown
+    from memopd.bench.tables import plot as draw_plot
+
+    loaded = load(results)
+    for made in tables_of(loaded):
+        print(as_markdown(made) + "\n") if markdown else out.print(made)
+    if plot is not None:
+        draw_plot(loaded, plot)
 
 
 @bench.command("compile")
@@ -254,7 +275,6 @@ def bench_actor(
 
     from memopd.bench.actor import compile_layers, run_actor
     from memopd.bench.shapes import MODELS, episodes_of, random_model
-    from memopd.bench.tables import actor_table, plot_actor
     from memopd.bench.timing import matmul_peak
     from memopd.record import read_episodes
 
@@ -268,13 +288,9 @@ def bench_actor(
         work = [(episodes.name, 1, list(read_episodes(episodes)))]
     else:
         work = [(s, int(b), episodes_of(s, int(b))) for b in batches.split(",") for s in shapes.split(",")]
-    results = report(
-        (run_actor(policy, e, name, batch, peak, repeats, compiled) for name, batch, e in track("actor", work)),
-        as_json, lambda rs: [actor_table(r) for r in rs],
-        model=model, dtype=dtype, compiled=compiled, matmul_tflops=round(peak / 1e12, 1),
-    )  # fmt: skip
-    if plot is not None:
-        plot_actor(results, plot)
+    runs = (run_actor(policy, e, name, batch, peak, repeats, compiled) for name, batch, e in track("actor", work))
+    tflops = round(peak / 1e12, 1)
+    report(runs, as_json, plot, model=model, dtype=dtype, compiled=compiled, matmul_tflops=tflops)
 
 
 @bench.command("head")
@@ -291,14 +307,11 @@ def bench_head(
     import torch
 
     from memopd.bench.head import run_head
-    from memopd.bench.tables import head_table, plot_head
 
     pairs = [tuple(int(w) for w in pair.split(":")) for pair in widths.split(",")]
     kind = getattr(torch, dtype)
     arms = (run_head(decisions, vocabulary, s, t, kind, device(), repeats) for s, t in track("head", pairs))
-    results = report(arms, as_json, lambda rs: [head_table(r) for r in rs], dtype=dtype)
-    if plot is not None:
-        plot_head(results, plot)
+    report(arms, as_json, plot, dtype=dtype)
 
 
 @bench.command("attention")
@@ -315,13 +328,10 @@ def bench_attention(
     import torch
 
     from memopd.bench.attention import sweep
-    from memopd.bench.tables import attention_table, plot_attention
 
     numbers = [[int(n) for n in values.split(",")] for values in (rows, depths, calls)]
     kernels = track("attention", sweep(*numbers, getattr(torch, dtype), device(), repeats))
-    results = report(kernels, as_json, lambda rs: [attention_table(rs)], dtype=dtype)
-    if plot is not None:
-        plot_attention(results, plot)
+    report(kernels, as_json, plot, dtype=dtype)
 
 
 @bench.command("rce")
@@ -337,13 +347,12 @@ def bench_rce(
     import torch
 
     from memopd.bench.rce import run_rce
-    from memopd.bench.tables import rce_table
 
     work = track("rce", [(d, s) for d in dtypes.split(",") for s in shapes.split(",")])
     checks = (
         r for d, s in work for r in run_rce(model, s, getattr(torch, d), attentions.split(","), device(), gradients)
     )
-    results = report(checks, as_json, lambda rs: [rce_table(rs)], model=model)
+    results = report(checks, as_json, model=model)
     ok = all(r.logits.passed and (r.gradients is None or r.gradients.passed) for r in results)
     raise typer.Exit(0 if ok else 1)
 

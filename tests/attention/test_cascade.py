@@ -99,12 +99,11 @@ def test_an_append_only_episode_is_one_node_and_one_causal_call():
 
 
 def test_layout_is_chosen_by_the_shape_of_the_trie():
-    """On a GPU: paths for long nodes, levels where many short nodes hang under a long prefix."""
-    gpu = torch.device("cuda")
+    """Paths for long nodes, levels where many short nodes hang under a long prefix."""
     long_nodes = compile_calls([Call([*range(700), *([i] * 500)], [0]) for i in range(16)])
-    assert choose_layout(nodes_of(long_nodes.exit), gpu)[0] == "paths"
+    assert choose_layout(nodes_of(long_nodes.exit))[0] == "paths"
     thin = compile_calls([Call([*range(4000), i, i, i], [0]) for i in range(512)])
-    layout, why = choose_layout(nodes_of(thin.exit), gpu)
+    layout, why = choose_layout(nodes_of(thin.exit))
     assert layout == "levels"
     assert "ms a layer" in why
 

@@ -62,7 +62,7 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Plan:
     return plan
 
 
-CPU_CASCADE_FROM = 1024  # rows; below it one dense mask is faster on a CPU (`memopd bench attention`)
+CPU_CASCADE_FROM = 512  # rows; below it one dense mask is faster on a CPU (`memopd bench attention`)
 
 
 def has_windows(config: Any) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from memopd.bench.actor import ActorResult
+from memopd.bench.actor import ActorResult, Arm
 from memopd.bench.attention import AttentionResult
-from memopd.bench.head import HeadResult
+from memopd.bench.head import HeadArm, HeadResult
 from memopd.bench.rce import RceResult
+from memopd.verify import EquivalenceReport, GradientReport
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
@@ -21,6 +24,58 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
     return made
+
+
+def markdown(made: Table) -> str:
+    """The same table for a document."""
+    columns = [[column.header, "---" if i == 0 else "---:", *column.cells] for i, column in enumerate(made.columns)]
+    lines = [" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in zip(*columns, strict=True)]
+    return f"{made.title}\n\n" + "\n".join(f"| {line} |" for line in lines)
+
+
+def load(path: Path) -> list[Any]:
+    """Results that a benchmark wrote with --json, one a line."""
+    results = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            results.append(_result(json.loads(line, parse_constant=lambda _: float("nan"))))
+        except (KeyError, TypeError, ValueError) as why:
+            raise ValueError(f"{path}: line {number}: not a result of memopd bench ({why!r})") from None
+    return results
+
+
+def _result(values: dict[str, Any]) -> Any:
+    if "kernel" in values:
+        return _as(AttentionResult, values)
+    if "logits" in values:
+        gradients = values["gradients"] and _as(GradientReport, values["gradients"])
+        return RceResult(values["model"], values["shape"], _as(EquivalenceReport, values["logits"]), gradients)
+    arm = Arm if "shape" in values else HeadArm
+    arms = tuple(_as(arm, a) for a in values["arms"])
+    return _as(ActorResult if "shape" in values else HeadResult, {**values, "arms": arms})
+
+
+def _as(kind: Any, values: dict[str, Any]) -> Any:
+    """null was not measured: NaN here."""
+    known = {f.name: values[f.name] for f in fields(kind) if f.name in values}
+    return kind(**{name: float("nan") if value is None else value for name, value in known.items()})
+
+
+def tables_of(results: Sequence[Any]) -> list[Table]:
+    made: list[Table] = [actor_table(r) for r in results if isinstance(r, ActorResult)]
+    made += [head_table(r) for r in results if isinstance(r, HeadResult)]
+    for kind, table_of in ((AttentionResult, attention_table), (RceResult, rce_table)):
+        if some := [r for r in results if isinstance(r, kind)]:
+            made.append(table_of(some))
+    return made
+
+
+def plot(results: Sequence[Any], output: Path) -> None:
+    for kind, draw in ((ActorResult, plot_actor), (HeadResult, plot_head), (AttentionResult, plot_attention)):
+        if some := [r for r in results if isinstance(r, kind)]:
+            draw(some, output)
+            return
+    raise ValueError("these results have no plot")
 
 
 def actor_table(r: ActorResult) -> Table:

@@ -283,11 +283,11 @@ class GradientReport:
     dtype: str
     difference: float  # ‖packed − alone‖ / ‖alone‖ over all parameters
     reordering: float  # ‖alone, last call first − alone‖ / ‖alone‖: what the order of the calls costs
-    batching: float  # ‖padded batch − alone‖ / ‖alone‖: what matrix products of another shape cost
     error: float  # what is judged
     tolerance: float
     tolerance_source: str
     worst_parameter: str
+    batching: float = float("nan")  # ‖padded batch − alone‖ / ‖alone‖: what matrix products of another shape cost
 
 
 def gradient_equivalence(
