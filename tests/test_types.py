@@ -190,3 +190,13 @@ def test_the_examples_of_the_module():
     results = doctest.testmod(types)
     assert results.attempted >= 5
     assert results.failed == 0
+
+
+def test_an_aborted_call_is_kept_but_never_trained_on():
+    call = Call([1, 2], [3], stop="aborted")
+    assert not call.trainable
+    assert call.completion.tolist() == [3]
+
+
+def test_the_path_is_what_the_model_reads():
+    assert Call([1, 2], [3, 4]).path.tolist() == [1, 2, 3]

@@ -84,6 +84,7 @@ def load_model(path: str, dtype: Precision) -> Any:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    path = os.path.expanduser(path)
     if looks_local(path) and not Path(path, "config.json").is_file():
         raise ValueError(f"{path}: there is no model here (no config.json)")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -94,7 +95,7 @@ def load_model(path: str, dtype: Precision) -> Any:
 
 def looks_local(path: str) -> bool:
     """A path rather than a hub name, which has at most one slash and no leading dot or slash."""
-    return Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
+    return Path(path).exists() or path.startswith((".", "/")) or path.count("/") > 1
 
 
 @app.command("import")
@@ -139,6 +140,10 @@ def audit(
     else:
         assert model is not None
         policy, name = load_model(model, dtype), model
+    if teacher and model:
+        from memopd.score.tokenizers import check_same_tokenizer
+
+        check_same_tokenizer(os.path.expanduser(model), os.path.expanduser(teacher))
     guide = load_model(teacher, dtype) if teacher else None
     report = run_audit(policy, recorded, attention, guide, name, track)
     if as_json:
@@ -181,20 +186,23 @@ def models(
     elif output is None:
         out.print(markdown(rows), markup=False)
     else:
-        write_text(output, markdown(rows))
+        from memopd.files import whole
 
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+        with whole(output) as partial:
+            partial.write_text(markdown(rows))
 
 
 # ---- benchmarks -------------------------------------------------------------------------------------------------
 
 Plot = Annotated[Path | None, typer.Option(help="Also draw, to this file.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions; the median counts.")]
+
+
+def numbers(text: str, separator: str = ",") -> list[int]:
+    try:
+        return [int(n) for n in text.split(separator)]
+    except ValueError:
+        raise ValueError(f"expected whole numbers separated by {separator!r}, got {text!r}") from None
 
 
 def report(results: Iterable[Any], as_json: bool, plot_to: Path | None = None, **setting: Any) -> list[Any]:
@@ -287,7 +295,7 @@ def bench_actor(
     if episodes is not None:
         work = [(episodes.name, 1, list(read_episodes(episodes)))]
     else:
-        work = [(s, int(b), episodes_of(s, int(b))) for b in batches.split(",") for s in shapes.split(",")]
+        work = [(s, b, episodes_of(s, b)) for b in numbers(batches) for s in shapes.split(",")]
     runs = (run_actor(policy, e, name, batch, peak, repeats, compiled) for name, batch, e in track("actor", work))
     tflops = round(peak / 1e12, 1)
     report(runs, as_json, plot, model=model, dtype=dtype, compiled=compiled, matmul_tflops=tflops)
@@ -308,7 +316,9 @@ def bench_head(
 
     from memopd.bench.head import run_head
 
-    pairs = [tuple(int(w) for w in pair.split(":")) for pair in widths.split(",")]
+    pairs = [tuple(numbers(pair, ":")) for pair in widths.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"--widths takes student:teacher pairs such as 2048:3584, got {widths!r}")
     kind = getattr(torch, dtype)
     arms = (run_head(decisions, vocabulary, s, t, kind, device(), repeats) for s, t in track("head", pairs))
     report(arms, as_json, plot, dtype=dtype)
@@ -329,8 +339,8 @@ def bench_attention(
 
     from memopd.bench.attention import sweep
 
-    numbers = [[int(n) for n in values.split(",")] for values in (rows, depths, calls)]
-    kernels = track("attention", sweep(*numbers, getattr(torch, dtype), device(), repeats))
+    sizes = [numbers(values) for values in (rows, depths, calls)]
+    kernels = track("attention", sweep(*sizes, getattr(torch, dtype), device(), repeats))
     report(kernels, as_json, plot, dtype=dtype)
 
 
@@ -348,7 +358,8 @@ def bench_rce(
 
     from memopd.bench.rce import run_rce
 
-    work = track("rce", [(d, s) for d in dtypes.split(",") for s in shapes.split(",")])
+    precisions = [Precision(d) for d in dtypes.split(",")]
+    work = track("rce", [(d, s) for d in precisions for s in shapes.split(",")])
     checks = (
         r for d, s in work for r in run_rce(model, s, getattr(torch, d), attentions.split(","), device(), gradients)
     )

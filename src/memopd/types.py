@@ -31,7 +31,7 @@ class StopReason(StrEnum):
 
     STOP = "stop"  # a stop string or the end-of-sequence token
     LENGTH = "length"  # the token limit
-    ABORTED = "aborted"  # the client hung up or the engine failed: kept, never trained on
+    ABORTED = "aborted"  # the client hung up or the engine failed: kept, never trained on (see Call.trainable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,21 @@ class Call:
             if self.stop not in list(StopReason):
                 raise ValueError(f"{self.name}: stop: must be stop, length or aborted, got {self.stop!r}")
             _set(self, "stop", StopReason(self.stop))
+        if not isinstance(self.trainable, bool | np.bool_):
+            raise ValueError(f"{self.name}: trainable: must be true or false, got {self.trainable!r}")
+        if self.stop is StopReason.ABORTED:
+            _set(self, "trainable", False)
         if not _finite(self.reward):
             raise ValueError(f"{self.name}: reward: must be a finite number, got {self.reward!r}")
         _set(self, "segments", tuple(self.segments))
         for segment in self.segments:
             if segment.stop > len(prompt):
                 raise ValueError(f"{self.name}: segments: {segment} ends past the prompt of {len(prompt)} ids")
+
+    @property
+    def path(self) -> Ids:
+        """What the model reads: the prompt and every sampled token but the last, which predicts nothing."""
+        return np.concatenate([self.prompt, self.completion[:-1]])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Call):
@@ -146,8 +155,13 @@ class Episode:
         _set(self, "calls", tuple(self.calls))
         if not self.id or not isinstance(self.id, str):
             raise ValueError(f"Episode.id must be a non-empty string, got {self.id!r}")
+        if not isinstance(self.task_id, str):
+            raise ValueError(f"episode {self.id!r}: task_id: must be a string, got {self.task_id!r}")
         if not self.calls:
             raise ValueError(f"episode {self.id!r}: calls: must not be empty")
+        if wrong := [c for c in self.calls if not isinstance(c, Call)]:
+            kind = type(wrong[0]).__name__
+            raise ValueError(f"episode {self.id!r}: calls: must be Call, got {kind} (Episode.of takes dictionaries)")
         if not _finite(self.reward):
             raise ValueError(f"episode {self.id!r}: reward: must be a finite number, got {self.reward!r}")
 
@@ -209,12 +223,13 @@ def _frozen(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and bool(np.isfinite(value))
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 
 def _culprit(values: Any) -> Any:
     integers = int | np.integer
-    return next((v for v in values if not isinstance(v, integers) or isinstance(v, bool | np.bool_)), values)
+    wrong = [v for v in values if not isinstance(v, integers) or isinstance(v, bool | np.bool_)]
+    return wrong[0] if wrong else max(values)  # no machine integer
 
 
 def _same(a: object, b: object) -> bool:

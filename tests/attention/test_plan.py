@@ -162,19 +162,20 @@ def config_of(**more) -> SimpleNamespace:
         ({}, "cpu", torch.float32, 100, "dense"),
         ({}, "cpu", torch.float32, 5000, "cascade"),
         ({"attn_logit_softcapping": 50.0}, "cpu", torch.float32, 5000, "dense"),
-        # "meta" stands for any device that is not a CPU
-        ({}, "meta", torch.bfloat16, 100, "cascade"),
-        ({}, "meta", torch.float64, 100, "dense"),
-        ({"attn_logit_softcapping": 50.0}, "meta", torch.bfloat16, 100, "flex"),
-        ({"head_dim": 20}, "meta", torch.bfloat16, 100, "flex"),
-        ({"head_dim": 512}, "meta", torch.bfloat16, 100, "flex"),
-        ({"sliding_window": 8}, "meta", torch.float32, 100, "flex"),
-        ({"sliding_window": 8, "use_sliding_window": False}, "meta", torch.float32, 100, "cascade"),
-        ({"layer_types": ["sliding_attention"]}, "meta", torch.float32, 100, "flex"),
+        ({}, "mps", torch.float32, 5000, "dense"),
+        ({"qk_head_dim": 24, "v_head_dim": 16}, "cuda", torch.bfloat16, 5000, "dense"),
+        ({}, "cuda", torch.bfloat16, 100, "cascade"),
+        ({}, "cuda", torch.float64, 100, "dense"),
+        ({"attn_logit_softcapping": 50.0}, "cuda", torch.bfloat16, 100, "flex"),
+        ({"head_dim": 20}, "cuda", torch.bfloat16, 100, "flex"),
+        ({"head_dim": 512}, "cuda", torch.bfloat16, 100, "flex"),
+        ({"sliding_window": 8}, "cuda", torch.float32, 100, "flex"),
+        ({"sliding_window": 8, "use_sliding_window": False}, "cuda", torch.float32, 100, "cascade"),
+        ({"layer_types": ["sliding_attention"]}, "cuda", torch.float32, 100, "flex"),
     ],
 )
 def test_auto_chooses_by_model_device_precision_and_rows(config, device, dtype, rows, kernel):
-    chosen, why = plan.choose_attention(config_of(**config), torch.empty(0, device=device, dtype=dtype), rows)
+    chosen, why = plan.choose_attention(config_of(**config), device, dtype, rows)
     assert chosen == kernel
     assert chosen in KERNELS
     assert why

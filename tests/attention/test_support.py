@@ -6,6 +6,7 @@ import transformers
 from conftest import mem1_calls
 
 from memopd.attention import check_length, reference_attention, sharing
+from memopd.attention.cascade import CascadePlan
 from memopd.attention.support import Sharing
 from memopd.compile import compile_calls
 from memopd.score import decision_states
@@ -109,3 +110,27 @@ def test_rope_parameters_of_each_layer_type_are_read():
     ropes["full_attention"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
     with pytest.raises(ValueError, match=r"passes the length of 512 .* dynamic rope"):
         check_length(model, 513)
+
+
+def test_a_window_that_lives_in_the_mask_alone_is_not_shared():
+    """Qwen2-MoE's layers never tell the attention of their window: sharing would lose it without a word."""
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=131, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+        shared_expert_intermediate_size=32, use_sliding_window=True, sliding_window=12, max_window_layers=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.set_experts_implementation("eager")
+    verdict = sharing(model)
+    assert (verdict.shared, "sliding window in the mask alone" in verdict.reason) == (False, True)
+    report = equivalence(model, mem1_calls(0), "dense")
+    assert report.passed
+    assert not report.shared
+
+
+def test_values_of_another_width_are_refused_by_cascade_with_the_alternative():
+    packed = compile_calls(mem1_calls(0))
+    q, v = torch.randn(1, 4, len(packed), 24), torch.randn(1, 4, len(packed), 16)
+    with pytest.raises(ValueError, match="values as wide as keys: use attention='dense'"):
+        CascadePlan(packed, torch.device("cpu")).attend(q, q, v, 1.0, None, None, None)

@@ -179,7 +179,10 @@ BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     (call(reward=10**400), "episode 'a': call 2: reward: 1000000000000000000000000000000000000... is too large"),
     (call(trainable=1), "episode 'a': call 2: trainable: must be true or false, got 1"),
     (call(seed=1.5), "episode 'a': call 2: seed: must be an integer or null, got 1.5"),
-    (call(stop="tired"), "episode 'a': call 2: stop: must be one of stop, length, aborted, abort, got 'tired'"),
+    (
+        call(stop="tired"),
+        "episode 'a': call 2: stop: must be one of stop, tool_calls, function_call, length, aborted, abort, got",
+    ),
     (call(segments=[3]), "episode 'a': call 2: segments[0]: must be an object with kind, start, stop, source"),
     (call(segments=[{"kind": "memory"}]), "episode 'a': call 2: segments[0].start: must be an integer, got null"),
     (

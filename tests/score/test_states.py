@@ -7,8 +7,9 @@ import pytest
 import torch
 from conftest import mem1_calls, mixed_calls
 
+from memopd.attention import plan
 from memopd.compile import compile_calls, fill
-from memopd.score import backbone, call_states, decision_states, states
+from memopd.score import backbone, call_states, decision_states
 from memopd.types import Call
 from memopd.verify.families import FAMILIES, tiny_model
 
@@ -67,7 +68,7 @@ def test_states_carry_gradients():
 @pytest.mark.parametrize("family", UNSHARED)
 @torch.no_grad()
 def test_running_unshared_is_said_once(family, caplog, monkeypatch):
-    monkeypatch.setattr(states, "_noticed", set())
+    monkeypatch.setattr(plan, "_said", set())
     packed = compile_calls(mem1_calls(0, calls=2))
     with caplog.at_level(logging.WARNING, "memopd"):
         for seed in range(2):
@@ -81,7 +82,7 @@ def test_running_unshared_is_said_once(family, caplog, monkeypatch):
 
 @torch.no_grad()
 def test_shared_models_say_nothing(caplog, monkeypatch):
-    monkeypatch.setattr(states, "_noticed", set())
+    monkeypatch.setattr(plan, "_said", set())
     with caplog.at_level(logging.WARNING, "memopd"):
         decision_states(tiny_model("llama"), compile_calls(mem1_calls(0, calls=2)), "dense")
     assert not [r for r in caplog.records if r.name == "memopd"]
@@ -92,3 +93,31 @@ def test_the_backbone_has_no_head(family):
     model = tiny_model(family)
     out = backbone(model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
     assert out.last_hidden_state.shape == (1, 2, 64)
+
+
+def test_ids_of_another_model_are_named_before_anything_runs():
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="token id 500 is outside this model's vocabulary of 131"):
+        decision_states(model, compile_calls([Call([5, 6], [7, 500])]), "dense")  # the last token has no row
+    with pytest.raises(ValueError, match="token id 400"):
+        call_states(model, np.array([1, 400]), 0)
+
+
+def test_dropout_anywhere_is_refused_while_training():
+    model = tiny_model("llama")
+    model.extra = torch.nn.Dropout(0.1)
+    packed = compile_calls(mem1_calls(0, calls=2))
+    decision_states(model.eval(), packed, "dense")
+    with pytest.raises(ValueError, match="dropout must be 0"):
+        decision_states(model.train(), packed, "dense")
+
+
+@pytest.mark.parametrize("attention", ["dense", "cascade"])
+def test_autocast(attention):
+    """Rotary embeddings promote queries and keys; values stay: kernels want one type."""
+    model = tiny_model("qwen2")
+    packed = compile_calls(mem1_calls(0))
+    exact = decision_states(model, packed, attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = decision_states(model, packed, attention)
+    assert (rough - exact).norm() < 0.1 * exact.norm()

@@ -116,3 +116,50 @@ def test_packed_logprobs_are_those_of_the_calls_alone(budget):
         assert torch.allclose(logprob, wanted, rtol=1e-10, atol=1e-12)
     sum(x.sum() for x in packed).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_no_gradient_reaches_the_teacher():
+    model, teacher = tiny_model("qwen2", dtype=torch.float64), tiny_model("llama", seed=1, dtype=torch.float64)
+    packs = [compile_calls(example_calls())]
+    live = Target(head_of(teacher), teacher_target(teacher, packs).states)
+    score(model, packs, teacher=live).divergence.sum().backward()
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_teacher_states_of_other_packs_are_refused():
+    model = tiny_model("qwen2", dtype=torch.float64)
+    packs = [compile_calls(example_calls(seed)) for seed in range(2)]
+    with pytest.raises(ValueError, match="the teacher's states are of 72 decisions, these packs have 36"):
+        score(model, packs[:1], teacher=teacher_target(model, packs))
+
+
+def test_a_critic_of_several_labels_is_refused():
+    from transformers import AutoModelForTokenClassification, LlamaConfig
+
+    config = LlamaConfig(vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                         num_attention_heads=4, num_labels=3)  # fmt: skip
+    with pytest.raises(ValueError, match="a critic has one label"):
+        score(AutoModelForTokenClassification.from_config(config).eval(), [compile_calls(example_calls())])
+
+
+def test_a_budget_bounds_and_an_over_long_call_is_named():
+    with pytest.raises(ValueError, match="call 1 of 4 needs"):
+        packed_logprobs(tiny_model("qwen3"), example_calls(), budget=40)
+
+
+def test_tokenizers_must_mean_the_same(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from memopd.score.tokenizers import check_same_tokenizer
+
+    for name, words in (("a", ["x", "y"]), ("b", ["y", "x"]), ("c", ["x", "y"])):
+        tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="x"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / name)
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert check_same_tokenizer(a, c)
+    assert not check_same_tokenizer(a, str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="different tokenizers") as error:
+        check_same_tokenizer(a, b)
+    assert a in str(error.value)
+    assert b in str(error.value)

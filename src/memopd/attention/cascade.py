@@ -166,7 +166,7 @@ class CascadePlan:
             raise ValueError("cascade attention has no kernel for soft caps: use attention='flex' or 'dense'")
         if window is not None and window >= self.longest:
             window = None
-        varlen.check_supported(query, window)
+        varlen.check_supported(query, value, window)
         passes = self.passes[self.layout if window is None else "paths"]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d], as they lie in memory
         return cascade(q, k, v, sinks, passes, scale, window or 0)[0][None]
@@ -188,7 +188,7 @@ def cascade(
         qp, kp, vp = _take(q, p.queries), _take(k, p.keys), _take(v, p.keys)
         parts.append((p.queries, *varlen.forward(qp, kp, vp, p.segments, scale, window or None)))
     if len(parts) == 1 and sinks is None:
-        return parts[0][1], parts[0][2]
+        return parts[0][1].contiguous(), parts[0][2].contiguous()
     return merge(parts, sinks)
 
 

@@ -32,7 +32,7 @@ class Copies:
         return x.index_select(0, self.index)
 
     def sum(self, copies: Tensor) -> Tensor:
-        """[K, ...] -> [T, ...], the adjoint of `take`."""
+        """[K, ...] -> [T, ...], the adjoint of `take`, in at least float32."""
         rows = len(self.start) - 1
         if copies.is_cuda:
             from memopd.attention.copies_triton import sum_copies
@@ -40,4 +40,4 @@ class Copies:
             return sum_copies(copies.contiguous(), self.order, self.start)
         precise = torch.promote_types(copies.dtype, torch.float32)
         total = copies.new_zeros(rows, *copies.shape[1:], dtype=precise)
-        return total.index_add_(0, self.index, copies.to(precise)).to(copies.dtype)
+        return total.index_add_(0, self.index, copies.to(precise))

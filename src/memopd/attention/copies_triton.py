@@ -10,7 +10,7 @@ from torch import Tensor
 
 def sum_copies(copies: Tensor, order: Tensor, start: Tensor) -> Tensor:
     rows, width = len(start) - 1, copies[0].numel()
-    out = torch.empty(rows, *copies.shape[1:], dtype=copies.dtype, device=copies.device)
+    out = torch.empty(rows, *copies.shape[1:], dtype=torch.float32, device=copies.device)
     _sum[(rows,)](copies, order, start, out, width, WIDTH=triton.next_power_of_2(width), num_warps=4)
     return out
 
@@ -24,4 +24,4 @@ def _sum(copies_ptr, order_ptr, start_ptr, out_ptr, width, WIDTH: tl.constexpr):
     for i in range(tl.load(start_ptr + row), tl.load(start_ptr + row + 1)):
         copy = tl.load(order_ptr + i)
         total += tl.load(copies_ptr + copy * width + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + lane, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * width + lane, total, mask=inside)

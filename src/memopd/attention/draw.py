@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from memopd.compile import Packed, compile_calls
+from memopd.files import whole
 from memopd.types import Call
 
 
@@ -62,11 +63,9 @@ def draw(packed: Packed, output: Path, title: str = "") -> None:
     axes.legend(
         handles=legend, loc="upper right", fontsize=8, title=f"{T} rows for {tokens} tokens of {len(paths)} calls"
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.partial")
-    figure.savefig(partial, dpi=150, format=output.suffix.lstrip(".") or "png")
+    with whole(output) as partial:
+        figure.savefig(partial, dpi=150, format=output.suffix.lstrip(".") or "png")
     plt.close(figure)
-    partial.replace(output)
 
 
 if __name__ == "__main__":

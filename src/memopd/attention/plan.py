@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from memopd.attention.cascade import CascadePlan
 from memopd.attention.dense import DensePlan
 from memopd.attention.flex import FlexPlan
-from memopd.attention.support import reference_attention, sharing
+from memopd.attention.support import has_windows, reference_attention, sharing
 from memopd.compile import Packed
 
 log = logging.getLogger("memopd")
@@ -28,7 +28,7 @@ NAME = "memopd"
 
 
 class Plan(Protocol):
-    """How one pack attends. `calls` counts the layers served."""
+    """How one pack attends, in every layer."""
 
     name: str
 
@@ -51,8 +51,9 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Plan:
     """The plan of `packed` for the kernel called `attention`; "auto" chooses one and says why."""
     parameter = next(model.parameters())
     if attention == "auto":
-        attention, why = choose_attention(model.config.get_text_config(), parameter, len(packed))
-        _say_once(f"attention: {attention} ({why})")
+        config, device = model.config.get_text_config(), parameter.device.type
+        attention, why = choose_attention(config, device, parameter.dtype, len(packed))
+        say_once(f"attention: {attention} ({why})")
     if attention not in KERNELS:
         raise ValueError(f"unknown attention {attention!r}: choose from auto, {', '.join(KERNELS)}")
     if attention != "cascade":
@@ -65,27 +66,25 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Plan:
 CPU_CASCADE_FROM = 512  # rows; below it one dense mask is faster on a CPU (`memopd bench attention`)
 
 
-def has_windows(config: Any) -> bool:
-    return "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
-        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    )
-
-
-def choose_attention(config: Any, parameter: Tensor, rows: int) -> tuple[str, str]:
+def choose_attention(config: Any, device: str, dtype: torch.dtype, rows: int) -> tuple[str, str]:
     """(kernel, why) for this model, device, precision and number of rows."""
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if parameter.device.type == "cpu":
+    if getattr(config, "v_head_dim", None) and getattr(config, "qk_head_dim", None) != config.v_head_dim:
+        return "dense", "values of another width than keys"
+    if device == "cpu":
         if softcap:
             return "dense", "soft caps on a CPU"
         if rows < CPU_CASCADE_FROM:
             return "dense", f"under {CPU_CASCADE_FROM} rows on a CPU"
         return "cascade", f"{CPU_CASCADE_FROM} rows or more on a CPU"
-    if parameter.dtype == torch.float64:
+    if device != "cuda":
+        return "dense", f"no other kernel on {device}"
+    if dtype == torch.float64:
         return "dense", "float64 has no other kernel on a GPU"
     if softcap:
         return "flex", "soft caps"
-    if parameter.dtype == torch.float32:
+    if dtype == torch.float32:
         return (
             ("flex", "sliding windows in float32")
             if has_windows(config)
@@ -99,10 +98,13 @@ def choose_attention(config: Any, parameter: Tensor, rows: int) -> tuple[str, st
 _said: set[str] = set()
 
 
-def _say_once(line: str, level: int = logging.INFO) -> None:
+def say_once(line: str, level: int = logging.INFO) -> None:
     if line not in _said:
         _said.add(line)
         log.log(level, line)
+
+
+HARMLESS = {"position_ids", "cache_position"}  # what layers also pass on, and positions are in the plan
 
 
 def attend(
@@ -117,23 +119,26 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     memopd_plan: Plan | None = None,
-    **_: Any,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
     if memopd_plan is None:
         raise ValueError(
-            "the model's attention is set to memopd but no plan came with the call: use memopd.score, or "
-            f"model.set_attn_implementation({_usual(module)!r}) to run it as usual"
+            "the model's attention is set to memopd but no plan came with the call: use memopd.score, or run it as "
+            "usual inside `with memopd.attention.own_attention(model):`"
         )
     if attention_mask is not None:
         raise ValueError("memopd attention takes no attention_mask: the plan says what each row sees")
+    if unknown := [name for name, value in rest.items() if isinstance(value, Tensor) and name not in HARMLESS]:
+        raise ValueError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which memopd does not know"
+        )
     if dropout:
         raise ValueError("attention dropout must be 0: calls that share a row would share its mask")
+    if torch.is_autocast_enabled(query.device.type):  # rotary embeddings leave queries and keys in float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return memopd_plan.attend(query, key, value, scale, sliding_window, softcap, s_aux), None
-
-
-def _usual(module: Any) -> str:
-    return "eager" if hasattr(module, "sinks") or hasattr(module, "attn_logit_softcapping") else "sdpa"
 
 
 AttentionInterface.register(NAME, attend)
@@ -151,10 +156,12 @@ def planned_attention(model: Any) -> Iterator[None]:
         yield
         return
     model.set_attn_implementation(NAME)
+    runs_again = False
     try:
         yield
+        runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
     finally:
-        if not (torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)):
+        if not runs_again:
             model.set_attn_implementation(before)
 
 

@@ -6,6 +6,7 @@ else, and what a row computes depends on its ids and positions alone, not on the
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,36 @@ def sharing(model: Any) -> Sharing:
         return Sharing(False, f"{name} does not use transformers' attention interface")
     if other := layers - SHAREABLE_LAYERS:
         return Sharing(False, f"{name} has layers of type {', '.join(sorted(other))}")
+    sources = _attention_sources(model)
+    if not all("**kwargs" in source for source in sources):
+        return Sharing(False, f"{name} does not hand keywords on to its attention")
+    if has_windows(config) and not all("sliding_window" in source for source in sources):
+        return Sharing(False, f"{name} keeps its sliding window in the mask alone")
     return Sharing(True, "")
+
+
+def has_windows(config: Any) -> bool:
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    )
+
+
+def _attention_sources(model: Any) -> list[str]:
+    """What the attention layers' own code says: the only place where it can be seen what they pass on."""
+    kinds = {type(m) for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")}
+    return [_forward_source(kind) for kind in kinds]
+
+
+_read: dict[type[Any], str] = {}
+
+
+def _forward_source(kind: type[Any]) -> str:
+    if kind not in _read:
+        try:
+            _read[kind] = inspect.getsource(kind.forward)
+        except OSError:
+            _read[kind] = ""  # cannot be read, so nothing is known to be passed on
+    return _read[kind]
 
 
 def reference_attention(model: Any) -> str:

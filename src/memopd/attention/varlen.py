@@ -42,9 +42,11 @@ class Segments:
         return cls(cu_q, cu_k, torch.tensor([int(q.max()), int(k.max()), int(causal)]))
 
 
-def check_supported(query: Tensor, window: int | None) -> None:
+def check_supported(query: Tensor, value: Tensor, window: int | None) -> None:
     """One line with the alternative for what has no kernel."""
     d = query.shape[-1]
+    if value.shape[-1] != d:
+        raise ValueError("cascade attention needs values as wide as keys: use attention='dense'")
     if query.is_cuda and query.dtype == torch.float64:
         raise ValueError("cascade attention has no float64 kernel on a GPU: use attention='dense'")
     if query.is_cuda and query.dtype != torch.float32 and (d % 8 or d > 256):

@@ -7,7 +7,7 @@ import tracemalloc
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memopd.bench.shapes import Shape, _rewriting
+from memopd.bench.shapes import Shape, rewriting
 from memopd.compile import compile_calls
 from memopd.types import Call
 
@@ -32,7 +32,7 @@ def run_compile(episodes: int, calls: int, repeats: int = 5) -> CompileResult:
 
     rng = np.random.default_rng(0)
     shape = Shape(calls=calls, trajectories=1, q=500, x=350, a=150)
-    made: list[Call] = [c for i in range(episodes) for c in _rewriting(rng, str(i), shape).calls]
+    made: list[Call] = [c for i in range(episodes) for c in rewriting(rng, str(i), shape).calls]
     tokens = sum(len(c.prompt) + len(c.completion) for c in made)
     size = sum(c.prompt.nbytes + c.completion.nbytes for c in made)
     times, rows = [], 0

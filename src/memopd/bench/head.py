@@ -11,9 +11,7 @@ from torch import Tensor
 
 from memopd.bench.timing import measure
 from memopd.score import Head, Target, vocabulary_scores
-from memopd.score.vocabulary import CHUNK, reference_scores
-
-GROUP = 4  # as in memopd.score.fused, which only a machine with Triton can import
+from memopd.score.vocabulary import CHUNK, GROUP, reference_scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,12 +39,14 @@ def episodes_of(name: str, batch: int = 1, seed: int = 0) -> list[Episode]:
         return _audit(rng, batch)
     if name == "append":
         return [_append_only(rng, f"e{i}", calls=16, q=700, o=350, a=150) for i in range(batch)]
+    if name not in SHAPES:
+        raise ValueError(f"unknown shape {name!r}: choose from {', '.join([*SHAPES, 'audit', 'append'])}")
     shape = SHAPES[name]
     shape = replace(shape, trajectories=batch * shape.trajectories)
-    return [_rewriting(rng, f"e{i}", shape) for i in range(shape.trajectories)]
+    return [rewriting(rng, f"e{i}", shape) for i in range(shape.trajectories)]
 
 
-def _rewriting(rng: np.random.Generator, id: str, shape: Shape) -> Episode:
+def rewriting(rng: np.random.Generator, id: str, shape: Shape) -> Episode:
     q = _ids(rng, _about(rng, shape.q))
     calls = []
     for t in range(shape.calls):

@@ -14,6 +14,7 @@ from memopd.bench.actor import ActorResult, Arm
 from memopd.bench.attention import AttentionResult
 from memopd.bench.head import HeadArm, HeadResult
 from memopd.bench.rce import RceResult
+from memopd.files import whole
 from memopd.verify import EquivalenceReport, GradientReport
 
 
@@ -199,8 +200,6 @@ def _pyplot() -> Any:
 
 
 def _save(figure: Any, output: Path) -> None:
-    """Whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.partial")
-    figure.savefig(partial, dpi=150, format=output.suffix.lstrip(".") or "png")
-    partial.replace(output)
+    with whole(output) as partial:
+        figure.savefig(partial, dpi=150, format=output.suffix.lstrip(".") or "png")
+    _pyplot().close(figure)

@@ -56,10 +56,10 @@ def stable_prefix(episode: Episode) -> int:
 def observation(call: Call, history: Ids, last: Ids, q: int) -> Ids:
     """o_{t-1}: the part of z_t that was never in a context before.
 
-    Without segments: drop q, then the longest beginning of x_t that is the history so far (append-only rules),
-    the last response (MEM1) or a suffix of it (suffix retention). What is left is taken to be new.
+    Without segments beyond the prefix: drop q, then the longest beginning of x_t that is the history so far
+    (append-only rules), the last response (MEM1) or a suffix of it (suffix retention). The rest is taken to be new.
     """
-    if call.segments:
+    if any(s.kind != "prefix" for s in call.segments):
         new = [call.prompt[s.start : s.stop] for s in call.segments if s.kind == "observation"]
         return np.concatenate([*new, call.prompt[:0]])
     x = call.prompt[q:]

@@ -66,8 +66,9 @@ def fill(calls: Sequence[Call], budget: int) -> list[Packed]:
     trie = build_trie(calls, _trainable(calls))
     if (longest := int(trie.length.max())) > budget:
         call = trie.order[int(trie.length.argmax())]
+        name = "" if calls[call].name == "call" else f" ({calls[call].name})"
         raise ValueError(
-            f"call {call} of {len(calls)} needs {longest} rows and the budget is {budget}: "
+            f"call {call} of {len(calls)}{name} needs {longest} rows and the budget is {budget}: "
             "raise the budget or leave the episode out"
         )
     bins = _fill_branch(branches(trie.order, trie.lcp), trie.length, budget)

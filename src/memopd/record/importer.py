@@ -32,7 +32,14 @@ _ALIASES = {
     "response_logprobs": "logprobs",
     "finish_reason": "stop",
 }
-_STOPS = {"stop": "stop", "length": "length", "aborted": "aborted", "abort": "aborted"}  # vLLM says abort
+_STOPS = {
+    "stop": "stop",
+    "tool_calls": "stop",  # of chat servers: the model stopped by itself
+    "function_call": "stop",
+    "length": "length",
+    "aborted": "aborted",
+    "abort": "aborted",  # vLLM's word
+}
 
 # The exact types of a JSON value that each field takes: to isinstance, true would be an integer.
 _NULL = type(None)

@@ -98,7 +98,7 @@ def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: 
     if path.is_dir() if single else path.is_file():
         raise StoreError(f"{path}: a path ending in .parquet must be a file, any other a directory")
     if single and path.exists() and not overwrite:
-        raise StoreError(f"{path}: exists already; pass overwrite=True to replace it")
+        raise StoreError(f"{path}: exists already; choose another name or remove it (overwrite=True from Python)")
     directory = path.parent if single else path
     made = [d for d in (directory, *directory.parents) if not d.exists()]
     temporary = directory / f".{path.stem}.{uuid4().hex}.tmp"
@@ -132,7 +132,16 @@ def read_episodes(path: str | Path) -> Iterator[Episode]:
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files:
         raise StoreError(f"{path}: no *.parquet file in this directory")
-    return (episode for file in files for episode in _read_file(file))
+    return _read_files(files)
+
+
+def _read_files(files: list[Path]) -> Iterator[Episode]:
+    home: dict[str, Path] = {}
+    for file in files:
+        for episode in _read_file(file):
+            if (before := home.setdefault(episode.id, file)) != file:
+                raise StoreError(f"{file}: episode {episode.id!r} is in {before.name} already")
+            yield episode
 
 
 def assemble(path: Path, rows: Iterable[tuple[str, Row]]) -> Iterator[Episode]:

@@ -23,25 +23,25 @@ from torch import Tensor
 from memopd.score.head import Head
 
 BLOCK = 4096  # logits a program reads at once
-GROUP = 4  # chunks whose dz are kept for one product: the head's gradient is rounded once per group, not per chunk
 
 
 def fused_scores(
     head: Head, states: Tensor, tokens: Tensor, temperature: float, teacher: Head | None, teacher_states: Tensor | None,
-    chunk: int,
+    chunk: int, group: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(log p(a), entropy, reverse KL), float32; differentiable in `states` and the head's weight and bias."""
     logprob, entropy, divergence = _Fused.apply(
-        states, head.weight, head.bias, head, tokens, temperature, teacher, teacher_states, chunk
+        states, head.weight, head.bias, head, tokens, temperature, teacher, teacher_states, chunk, group
     )
     return logprob, entropy, divergence if teacher is not None else None
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
+    @torch.autocast("cuda", enabled=False)  # forward and backward must make the same logits
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, head: Head, tokens: Tensor,
-        temperature: float, teacher: Head | None, teacher_states: Tensor | None, chunk: int,
+        temperature: float, teacher: Head | None, teacher_states: Tensor | None, chunk: int, group: int,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         D = len(tokens)
         stats = torch.empty(6, D, dtype=torch.float32, device=states.device)
@@ -54,17 +54,18 @@ class _Fused(torch.autograd.Function):
                 *_shape(z, z_T, head, teacher, temperature), BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
         ctx.save_for_backward(states, weight, bias, tokens, stats, teacher_states)
-        ctx.head, ctx.teacher, ctx.temperature, ctx.chunk = head, teacher, temperature, chunk
+        ctx.head, ctx.teacher, ctx.temperature, ctx.chunk, ctx.group = head, teacher, temperature, chunk, group
         return stats[0].clone(), stats[1].clone(), stats[2].clone()
 
     @staticmethod
+    @torch.autocast("cuda", enabled=False)
     def backward(ctx: Any, g_logprob: Tensor, g_entropy: Tensor, g_divergence: Tensor) -> Any:
         states, weight, bias, tokens, stats, teacher_states = ctx.saved_tensors
         grads = torch.stack([g_logprob, g_entropy, g_divergence]).float().contiguous()
         d_states = torch.empty_like(states, dtype=weight.dtype) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
-        group = GROUP * ctx.chunk
+        group = ctx.group * ctx.chunk
         buffer = torch.empty(min(group, len(tokens)), len(weight), dtype=weight.dtype, device=weight.device)
         for start in range(0, len(tokens), group):
             stop = min(start + group, len(tokens))
@@ -84,7 +85,7 @@ class _Fused(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += dz.sum(0, dtype=torch.float32)
         d_states = None if d_states is None else d_states.to(states.dtype)
-        return d_states, d_weight, d_bias if d_bias is None else d_bias.to(bias.dtype), *[None] * 6
+        return d_states, d_weight, d_bias if d_bias is None else d_bias.to(bias.dtype), *[None] * 7
 
 
 def _product(states: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memopd.compile import Packed, fill
+from memopd.compile import Packed, compile_calls, fill
 from memopd.score.head import head_of
 from memopd.score.states import decision_states
 from memopd.score.vocabulary import Target, vocabulary_scores
@@ -39,6 +39,9 @@ def score(
     A model with a value head (`AutoModelForTokenClassification` of one label) gives values, any causal LM the rest.
     `teacher` holds the states that `teacher_target` kept for the same packs.
     """
+    decisions = sum(len(p.decisions) for p in packs)
+    if teacher is not None and len(teacher.states) != decisions:
+        raise ValueError(f"the teacher's states are of {len(teacher.states)} decisions, these packs have {decisions}")
     if is_critic(model):
         values = [model.score(decision_states(model, p, attention))[:, 0] for p in packs]
         return Scores(value=torch.cat(values))
@@ -57,7 +60,11 @@ def score(
 
 
 def is_critic(model: Any) -> bool:
-    return model.get_output_embeddings() is None and isinstance(getattr(model, "score", None), torch.nn.Linear)
+    if model.get_output_embeddings() is not None or not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        return False
+    if model.score.out_features != 1:
+        raise ValueError(f"a critic has one label, this {type(model).__name__} has {model.score.out_features}")
+    return True
 
 
 @torch.no_grad()
@@ -69,6 +76,9 @@ def teacher_target(
     `keep_on="cpu"` keeps the states in host memory; each chunk returns to the GPU when it is needed.
     """
     head = head_of(teacher)
+    # Detached, the head stays on the device it was used on when the teacher itself is moved away.
+    bias = None if head.bias is None else head.bias.detach()
+    head = replace(head, weight=head.weight.detach(), bias=bias)
     states = torch.cat([decision_states(teacher, p, attention).to(keep_on or head.weight.device) for p in packs])
     return Target(head, states)
 
@@ -77,8 +87,8 @@ def teacher_target(
 def loaded(model: Any, device: str | torch.device) -> Iterator[Any]:
     """A frozen model on `device` for the length of the block, and back where it was afterwards."""
     home = next(model.parameters()).device
-    model.to(device)
     try:
+        model.to(device)
         yield model
     finally:
         model.to(home)
@@ -96,8 +106,7 @@ def packed_logprobs(
     Equal to running every call alone, computed with each shared prefix once. `budget` bounds the rows of a pack.
     A call that is not trainable gets an empty tensor.
     """
-    longest = max(len(c.prompt) + len(c.completion) for c in calls)
-    packs = fill(calls, max(budget or sum(len(c.prompt) + len(c.completion) for c in calls), longest))
+    packs = [compile_calls(calls)] if budget is None else fill(calls, budget)
     by_call: dict[int, Tensor] = {}
     for packed in packs:
         logprob = score(model, [packed], temperature, attention).logprob

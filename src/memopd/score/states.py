@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.attention import check_length, make_plan, planned_attention, sharing
+from memopd.attention import check_length, make_plan, planned_attention, say_once, sharing
 from memopd.compile import Packed
-
-log = logging.getLogger("memopd")
 
 
 def backbone(model: Any) -> Any:
@@ -23,9 +21,11 @@ def backbone(model: Any) -> Any:
 def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tensor:
     """[D, H]: the last hidden state at g(t, k) for every sampled token, in the order of `packed.decisions`."""
     check_length(model, int(packed.positions.max()) + 1)
+    check_ids(model, packed.tokens, packed.decisions.token)
+    check_dropout(model)
     share = sharing(model)
     if not share.shared:
-        _notice_once(share.reason)
+        say_once(f"{share.reason}: its calls run one by one, exact but unshared", logging.WARNING)
         return _unshared_states(model, packed)
     device = next(model.parameters()).device
     plan = make_plan(packed, attention, model)
@@ -42,9 +42,26 @@ def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tens
 
 def call_states(model: Any, tokens: np.ndarray[Any, Any], first: int) -> Tensor:
     """One call alone, unpadded, with the model's own attention: the states from row `first` on."""
+    check_ids(model, tokens)
     device = next(model.parameters()).device
     ids = _row(tokens, device)
     return backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0, first:]
+
+
+def check_ids(model: Any, *ids: np.ndarray[Any, Any]) -> None:
+    """Before a GPU reads past a table: the wrong model for a store is an easy mistake."""
+    vocabulary, top = model.get_input_embeddings().weight.shape[0], max(int(i.max()) for i in ids)
+    if top >= vocabulary:
+        raise ValueError(
+            f"token id {top} is outside this model's vocabulary of {vocabulary}: did another model sample these calls?"
+        )
+
+
+def check_dropout(model: Any) -> None:
+    if model.training and any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in model.modules()):
+        raise ValueError(
+            "dropout must be 0 (calls that share a row would share its mask): set it to 0, or model.eval()"
+        )
 
 
 def _unshared_states(model: Any, packed: Packed) -> Tensor:
@@ -61,12 +78,3 @@ def _unshared_states(model: Any, packed: Packed) -> Tensor:
 
 def _row(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     return torch.as_tensor(values, device=device, dtype=torch.long)[None]
-
-
-_noticed: set[str] = set()
-
-
-def _notice_once(reason: str) -> None:
-    if reason not in _noticed:
-        _noticed.add(reason)
-        log.warning("%s: its calls run one by one, exact but unshared", reason)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from memopd.score.head import Head
 
 CHUNK = 1024  # decisions
+GROUP = 4  # chunks whose gradients go into one product with the states: one rounding of dW per group
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def vocabulary_scores(
     if states.is_cuda and head.weight.dtype != torch.float64:
         from memopd.score.fused import fused_scores  # Triton exists only where there is a GPU
 
-        return VocabularyScores(*fused_scores(head, states, tokens, temperature, their_head, theirs, chunk))
+        return VocabularyScores(*fused_scores(head, states, tokens, temperature, their_head, theirs, chunk, GROUP))
     columns: list[tuple[Tensor, ...]] = []
     for at in range(0, len(tokens), chunk):
         part = slice(at, at + chunk)
@@ -75,7 +76,8 @@ def reference_scores(
     entropy = -(logp.exp() * logp).sum(-1)
     if teacher is None or teacher_states is None:
         return logprob, entropy
-    teacher_logits = _precise(teacher.logits(teacher_states)) / temperature
+    with torch.no_grad():  # the teacher is frozen, whoever owns its weights
+        teacher_logits = _precise(teacher.logits(teacher_states)) / temperature
     shared = min(logits.shape[-1], teacher_logits.shape[-1])
     logp = logits[:, :shared].log_softmax(-1)
     logp_T = teacher_logits[:, :shared].log_softmax(-1)

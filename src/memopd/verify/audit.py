@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memopd.attention import check_length, own_attention, sharing
-from memopd.compile import compile_calls, corrupt, fill, persistent_history, response_mask, trajectory_mask
+from memopd.compile import compile_calls, corrupt, persistent_history, response_mask, trajectory_mask
 from memopd.compile.controls import stable_prefix
 from memopd.score import Head, call_states, decision_states, head_of
 from memopd.types import Episode
@@ -145,6 +145,12 @@ def audit(
         for made in control(what, lambda e, wrong=wrong: corrupted_states(model, e, attention, **wrong))  # type: ignore[misc]
     ]
     recorded, note = recorded_gap(episodes, head, alone)
+    mismatch: tuple[TeacherMismatch, ...] = ()
+    if teacher is not None:
+        try:
+            mismatch = teacher_mismatch(teacher, episodes, attention, progress)
+        except ValueError as why:
+            notes.append(f"teacher: not measured: {why}")
     return Audit(
         model=name or type(model).__name__,
         episodes=len(episodes),
@@ -157,7 +163,7 @@ def audit(
         ),
         corruption=tuple(corruption),
         domain=domain(episodes),
-        teacher=() if teacher is None else teacher_mismatch(teacher, episodes, attention, progress),
+        teacher=mismatch,
         recorded=recorded,
         notes=(*notes, *note),
     )
@@ -213,7 +219,7 @@ def teacher_mismatch(
     head = head_of(teacher)
     parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"before the first update": [], "after it": []}
     for episode in progress("teacher", episodes):
-        exact = torch.cat([decision_states(teacher, p, attention) for p in fill(episode.calls, 10**9)])
+        exact = decision_states(teacher, compile_calls(episode.calls), attention)
         flat = persistent_states(teacher, episode)
         tokens = sampled_tokens(episode.calls, exact.device)
         call = np.repeat(np.arange(len(episode.calls)), [len(c.completion) * c.trainable for c in episode.calls])
@@ -266,10 +272,12 @@ def recorded_gap(episodes: Sequence[Episode], head: Head, alone: Tensor) -> tupl
             if not whole:
                 cut += 1
                 continue
-            logits = torch.cat([head.logits(s).double() for s in states.split(CHUNK)])
-            logp = (logits / episode.sampling.temperature).log_softmax(-1)
-            token = torch.tensor(call.completion, device=logp.device).long()[:, None]
-            gaps.append(logp.gather(-1, token)[:, 0].cpu() - torch.tensor(call.logprobs))
+            token = torch.tensor(call.completion, device=states.device).long()
+            logp = [
+                (head.logits(s).double() / episode.sampling.temperature).log_softmax(-1).gather(-1, t[:, None])[:, 0]
+                for s, t in zip(states.split(CHUNK), token.split(CHUNK), strict=True)
+            ]
+            gaps.append(torch.cat(logp).cpu() - torch.tensor(call.logprobs))
     notes = [f"{cut} calls were sampled with top-p or top-k: no recorded gap for them"] if cut else []
     if not gaps:
         return None, notes

@@ -8,8 +8,7 @@ calls run alone are. (Padding is not used as a yardstick: its difference is exac
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,12 +111,16 @@ def judge(model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs
     scale = largest_logit(head, runs.alone)
     if dtype in MORE_PRECISE:
         precise = MORE_PRECISE[dtype]
-        with at_precision(model, precise) as reference:
-            exact, exact_head = alone_states(reference, calls), head_of(reference)
-            error = compare(head, runs.packed, exact_head, exact, tokens).max_logit
-            own = compare(head, runs.alone, exact_head, exact, tokens).max_logit
-        tolerance = 2 * max(own, torch.finfo(dtype).eps * scale)
+        reference = at_precision(model, precise)
+        exact, exact_head = alone_states(reference, calls), head_of(reference)
+        error = compare(head, runs.packed, exact_head, exact, tokens).max_logit
+        own = compare(head, runs.alone, exact_head, exact, tokens).max_logit
+        del exact, exact_head, reference  # as large as the model, or larger
+        rounding = torch.finfo(dtype).eps * scale
+        tolerance = 2 * max(own, rounding)
         source = f"twice the calls' own error against {name_of(precise)} ({own:.2e})"
+        if own < rounding:
+            source = f"twice one rounding of the largest logit ({rounding:.2e}); {source} would be less"
     else:
         error, (relative, why) = packed.max_logit, float64_tolerance(model)
         tolerance, source = relative * scale, f"{relative:.0e} of the largest logit, {why}"
@@ -130,7 +133,7 @@ def judge(model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs
         calls=sum(c.trainable for c in calls),
         decisions=len(tokens),
         rows=sum(len(p) for p in packs),
-        tokens=sum(len(path(c)) for c in calls if c.trainable),
+        tokens=sum(len(c.path) for c in calls if c.trainable),
         max_logit_error=packed.max_logit,
         max_logprob_error=packed.max_logprob,
         p99_logprob_error=packed.p99_logprob,
@@ -159,7 +162,7 @@ def float64_tolerance(model: Any) -> tuple[float, str]:
 
 
 def packs_of(calls: Sequence[Call], budget: int) -> list[Packed]:
-    longest = max(len(c.prompt) + len(c.completion) - 1 for c in calls)
+    longest = max(len(c.path) for c in calls if c.trainable)
     return fill(calls, max(budget, longest))
 
 
@@ -181,7 +184,7 @@ def packed_states(model: Any, calls: Sequence[Call], packs: Iterable[Packed], at
 def alone_states(model: Any, calls: Sequence[Call]) -> Tensor:
     """The reference: each call by itself, unpadded, with transformers' own attention."""
     with own_attention(model):
-        return torch.cat([call_states(model, path(c), len(c.prompt) - 1) for c in calls if c.trainable])
+        return torch.cat([call_states(model, c.path, len(c.prompt) - 1) for c in calls if c.trainable])
 
 
 def batched_states(model: Any, calls: Sequence[Call], batch: int = 8) -> Tensor:
@@ -192,16 +195,12 @@ def batched_states(model: Any, calls: Sequence[Call], batch: int = 8) -> Tensor:
     with own_attention(model):
         for at in range(0, len(kept), batch):
             part = kept[at : at + batch]
-            ids = torch.zeros(len(part), max(len(path(c)) for c in part), dtype=torch.long, device=device)
+            ids = torch.zeros(len(part), max(len(c.path) for c in part), dtype=torch.long, device=device)
             for row, c in zip(ids, part, strict=True):
-                row[: len(path(c))] = torch.as_tensor(path(c))
+                row[: len(c.path)] = torch.as_tensor(c.path)
             hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-            states += [h[len(c.prompt) - 1 : len(path(c))] for h, c in zip(hidden, part, strict=True)]
+            states += [h[len(c.prompt) - 1 : len(c.path)] for h, c in zip(hidden, part, strict=True)]
     return torch.cat(states)
-
-
-def path(call: Call) -> np.ndarray[Any, Any]:
-    return np.concatenate([call.prompt, call.completion[:-1]])
 
 
 def sampled_tokens(calls: Sequence[Call], device: torch.device) -> Tensor:
@@ -214,13 +213,13 @@ def decision_index(calls: Sequence[Call]) -> tuple[np.ndarray[Any, Any], np.ndar
     return call, np.concatenate([np.arange(len(c.completion)) for c in calls if c.trainable])
 
 
-@contextmanager
-def at_precision(model: Any, dtype: torch.dtype) -> Iterator[Any]:
-    """A copy of the model at another precision, gone at the end of the block."""
+def at_precision(model: Any, dtype: torch.dtype) -> Any:
+    """A copy of the model at another precision."""
     reference = copy.deepcopy(model).to(dtype)
+    reference.zero_grad(set_to_none=True)
     if reference._can_set_experts_implementation():
         reference.set_experts_implementation("eager")  # the grouped kernels know no float64
-    yield reference
+    return reference
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------
@@ -293,7 +292,10 @@ class GradientReport:
 def gradient_equivalence(
     model: Any, calls: Sequence[Call], attention: str = "auto", budget: int = BUDGET
 ) -> GradientReport:
-    """The gradient of the mean log p of the sampled tokens: packed against every call alone."""
+    """The gradient of the mean log p of the sampled tokens: packed against every call alone.
+
+    Gradients that the model holds are dropped.
+    """
     dtype = next(model.parameters()).dtype
     packs = packs_of(calls, budget)
     packed = _packed_gradients(model, calls, packs, attention)
@@ -304,8 +306,7 @@ def gradient_equivalence(
     change = _relative(packed, alone)
     if dtype in MORE_PRECISE:
         precise = MORE_PRECISE[dtype]
-        with at_precision(model, precise) as reference:
-            exact = _alone_gradients(reference, calls)
+        exact = _alone_gradients(at_precision(model, precise), calls)
         error, own = _relative(packed, exact), max(_relative(alone, exact), torch.finfo(dtype).eps)
         tolerance, source = 2 * own, f"twice the calls' own error against {name_of(precise)} ({own:.2e})"
     else:
@@ -341,7 +342,7 @@ def _alone_gradients(model: Any, calls: Sequence[Call]) -> Gradients:
     with own_attention(model):
         for call in calls:
             if call.trainable:
-                states = call_states(model, path(call), len(call.prompt) - 1)
+                states = call_states(model, call.path, len(call.prompt) - 1)
                 _backward(model, states, sampled_tokens([call], states.device), calls)
     return _take_gradients(model)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from memopd.attention import sharing
 from memopd.types import Call
@@ -45,27 +44,33 @@ def example_calls(seed: int = 0, calls: int = 4) -> list[Call]:
 
 
 def check_families() -> Iterator[FamilyRow]:
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("memopd").setLevel(logging.ERROR)  # the notices are the table
-    for family in FAMILIES:
-        yield check_family(family)
-    yield _refused("phi3 (longrope)", 200)
+    log = logging.getLogger("memopd")
+    before = log.level
+    log.setLevel(logging.ERROR)  # the notices are the table
+    try:
+        for family in FAMILIES:
+            yield check_family(family)
+        yield _refused("phi3 (longrope)", 200)
+    finally:
+        log.setLevel(before)
 
 
 def check_family(family: str) -> FamilyRow:
     model = tiny_model(family, dtype=torch.float64)
     share = sharing(model)
     worst: dict[str, tuple[float, float]] = {}
+    refusal = "packed and independent differ"
     for attention in ("dense", "cascade"):
         try:
             logits = equivalence(model, example_calls(), attention)
             gradient = gradient_equivalence(model, example_calls(), attention)
-        except ValueError:
+        except ValueError as why:
+            refusal = str(why)
             continue
         if logits.passed and gradient.passed:
             worst[attention] = logits.max_logit_error / logits.logit_scale, gradient.difference
     if not worst:
-        return FamilyRow(family, "refused", "packed and independent differ", "", float("nan"), float("nan"))
+        return FamilyRow(family, "refused", refusal, "", float("nan"), float("nan"))
     mode, kernels = ("shared", ", ".join([*worst, "flex"])) if share.shared else ("unshared", "its own")
     return FamilyRow(
         family, mode, share.reason, kernels, max(w[0] for w in worst.values()), max(w[1] for w in worst.values())

@@ -54,7 +54,7 @@ def _call_problem(packed: Packed, call: Call, i: int) -> str | None:
         return f"{len(tokens)} decisions for {len(call.completion)} sampled tokens"
     if not np.array_equal(tokens, call.completion):
         return "its decisions are not the tokens that were sampled"
-    expected = np.concatenate([call.prompt, call.completion[:-1]])
+    expected = call.path
     path = packed.path(int(rows[-1]))
     if not np.array_equal(packed.tokens[path], expected):
         return f"its last decision sees {len(path)} rows that are not its {len(expected)} tokens"
