@@ -21,7 +21,7 @@ test: $(READY)
 # Minutes to an hour. Its dated results are committed.
 test-slow: SHELL := /bin/bash
 test-slow: $(READY)
-	set -o pipefail; (date -u +%F; $(BIN)/python -m pytest -m slow -rA --durations=5) 2>&1 | tee docs/results/test-slow.txt
+	set -o pipefail; (date -u +%F; $(BIN)/python -m pytest -m slow -rp --durations=5) 2>&1 | tee docs/results/test-slow.txt
 
 lint: $(READY)
 	$(BIN)/ruff check .

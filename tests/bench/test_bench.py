@@ -79,10 +79,10 @@ def test_results_read_back_as_tables_and_plots(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_an_actor_benchmark_on_a_cpu():
-    done = bench(
-        "actor", "--model", "tiny", "--shapes", "q2", "--batches", "1", "--dtype", "float32", "--repeats", "1", "--json"
-    )
+def test_an_actor_benchmark_on_recorded_episodes(tmp_path):
+    helper = Call([1, 2], [3], trainable=False)
+    write_episodes(tmp_path / "e.parquet", [Episode("e", "t", [helper, *mem1_calls(0)])])
+    done = bench("actor", "--model", "tiny", "--episodes", str(tmp_path / "e.parquet"), "--dtype", "float32", "--json")
     result = json.loads(done.stdout)
     arms = {a["name"]: a for a in result["arms"]}
     assert arms["packed, cascade"]["rows"] < arms["independent, varlen flash"]["rows"]
