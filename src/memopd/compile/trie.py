@@ -25,7 +25,7 @@ from memopd.types import Call
 
 Ints: TypeAlias = NDArray[np.int64]
 
-_HEAD = 64  # ids; any value gives the same trie
+_HEAD, _FEW = 16, 64  # ids, calls: any values give the same trie
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,44 +58,48 @@ class Branch:
 
 def build_trie(calls: Sequence[Call], keep: Sequence[int]) -> Trie:
     """The trie of `calls[i] for i in keep`."""
-    order, lcp = _sort_paths(calls, keep)
-    places, lcp = _by_first_call(order, lcp)
+    order: list[int] = []
+    shared: list[int] = []
+    _sort_paths(calls, keep, _HEAD, b"", order, shared)
+    places, lcp = _by_first_call(order, np.array(shared, np.int64))
     order = [order[p] for p in places]
     length = np.array([len(calls[i].prompt) + len(calls[i].completion) - 1 for i in order], np.int64)
     return Trie(order, lcp, length)
 
 
-def _sort_paths(calls: Sequence[Call], keep: Sequence[int]) -> tuple[list[int], Ints]:
-    """The calls in the order of their ids, and what each shares with the one before.
+def _sort_paths(
+    calls: Sequence[Call], which: Sequence[int], ids: int, before: bytes, order: list[int], shared: list[int]
+) -> None:
+    """Append the calls in the order of their paths, and what each shares with the one before.
 
-    First by the head of each path, then whole paths among those whose heads are equal: most calls meet only
-    those of their own task, and a copy of the whole input is never needed at once.
+    First by the head of each path, then among those with equal heads: most calls meet only those of their own task,
+    few enough to stay in a cache, and a copy of the whole input is never needed at once.
     """
-    heads = _path_keys(calls, keep, _HEAD)
-    order: list[int] = []
-    lcp: list[int] = []
-    before = b""
-    for head, group in groupby(sorted(keep, key=heads.__getitem__), key=heads.__getitem__):
-        keys = _path_keys(calls, list(group), None)
-        last = before
-        for i in sorted(keys, key=keys.__getitem__):
-            order.append(i)
-            lcp.append(_common_prefix(last, keys[i]))
-            last = keys[i]
-        before = head
-    return order, np.array(lcp, np.int64)
+    heads = _keys(calls, which, ids)
+    for head, equal in groupby(sorted(which, key=heads.__getitem__), key=heads.__getitem__):
+        group = list(equal)
+        if len(group) > _FEW and len(head) == 4 * ids:
+            _sort_paths(calls, group, 8 * ids, before, order, shared)
+        else:
+            keys, last = _keys(calls, group, None), before
+            for i in sorted(group, key=keys.__getitem__):
+                order.append(i)
+                shared.append(_common_prefix(last, keys[i]))
+                last = keys[i]
+        before = head  # what follows differs from this group within its head
 
 
-def _path_keys(calls: Sequence[Call], which: Sequence[int], ids: int | None) -> dict[int, bytes]:
+def _keys(calls: Sequence[Call], which: Sequence[int], ids: int | None) -> dict[int, bytes]:
     """Paths, or their first `ids`, as bytes that compare as the ids do: big-endian, so that memcmp is their order."""
-    buffer = np.empty(max(len(calls[i].prompt) + len(calls[i].completion) for i in which), ">u4")
+    buffer = np.empty(ids or max(len(calls[i].prompt) + len(calls[i].completion) for i in which), ">u4")
     keys = {}
     for i in which:
-        prompt, completion = calls[i].prompt[:ids], calls[i].completion[:-1]
+        prompt = calls[i].prompt[:ids]
+        completion = calls[i].completion[:-1][: len(buffer) - len(prompt)]
         length = len(prompt) + len(completion)
         buffer[: len(prompt)] = prompt
         buffer[len(prompt) : length] = completion
-        keys[i] = buffer[:length][:ids].tobytes()
+        keys[i] = buffer[:length].tobytes()
     return keys
 
 
