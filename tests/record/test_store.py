@@ -484,3 +484,10 @@ def test_a_bad_row_is_named(
         with path.open("r+b") as file:
             store._seal(file)
     assert error_of(path).startswith(message)
+
+
+def test_an_episode_in_two_parts_is_named_with_what_to_do(tmp_path: Path) -> None:
+    for _ in range(2):
+        write_episodes(tmp_path / "store", episodes())
+    with pytest.raises(StoreError, match=r"part-00001.parquet: episode 'e0' is in part-00000.parquet already; remove"):
+        list(read_episodes(tmp_path / "store"))

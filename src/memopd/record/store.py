@@ -140,7 +140,9 @@ def _read_files(files: list[Path]) -> Iterator[Episode]:
     for file in files:
         for episode in _read_file(file):
             if (before := home.setdefault(episode.id, file)) != file:
-                raise StoreError(f"{file}: episode {episode.id!r} is in {before.name} already")
+                raise StoreError(
+                    f"{file}: episode {episode.id!r} is in {before.name} already; remove one of the two files"
+                )
             yield episode
 
 
