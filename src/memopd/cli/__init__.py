@@ -1,0 +1,32 @@
+"""The `memopd` command: one verb per stage. torch is imported inside the verbs that need it, never for --help."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import typer
+
+from memopd.cli import audit, bench
+from memopd.cli.options import err
+
+app = typer.Typer(
+    help="Train agents that rewrite their own context, in the states they were really in.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(audit.app)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        app()
+    except (ValueError, OSError) as error:  # what a user did; anything else is ours and keeps its traceback
+        if os.environ.get("MEMOPD_DEBUG"):
+            raise
+        err.print(f"memopd: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,3 @@
+from memopd.cli import main
+
+main()

@@ -1,0 +1,108 @@
+"""Recorded calls: bring them in, see how wrong flattening them is, draw them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memopd.cli.options import Attention, Json, Precision, device, load_model, out, plain, track
+
+app = typer.Typer()
+
+
+@app.command("import")
+def import_(
+    calls: Annotated[Path, typer.Argument(help="JSON lines, one call a line (docs/episodes.md).")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The episode store to write.")],
+) -> None:
+    """Recorded calls of any sampler or trainer into an episode store."""
+    from memopd.record import import_calls, write_episodes
+
+    count = write_episodes(output, track("episodes", import_calls(calls)))
+    print(f"{output}: {count} episodes")
+
+
+@app.command()
+def audit(
+    episodes: Annotated[Path | None, typer.Argument(help="An episode store.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model that sampled them: a folder or a hub name.")] = None,
+    teacher: Annotated[str | None, typer.Option(help="Also measure how a teacher's targets change.")] = None,
+    dtype: Annotated[Precision, typer.Option()] = Precision.float32,
+    attention: Annotated[Attention, typer.Option()] = Attention.auto,
+    demo: Annotated[bool, typer.Option("--demo", help="Make episodes with a tiny random model.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How wrong is flattened training on these episodes, and is packing exact? Exit status 1 when it is not."""
+    if demo == (episodes is not None) or demo == (model is not None):
+        raise ValueError("give EPISODES and --model, or --demo alone")
+    from memopd.record import read_episodes
+
+    recorded = [] if episodes is None else list(track("reading", read_episodes(episodes)))
+    from memopd.verify.audit import audit as run_audit
+    from memopd.verify.tables import print_audit
+
+    if demo:
+        import torch
+
+        from memopd.verify.demo import demo as make_demo
+
+        policy, recorded = make_demo()
+        policy = policy.to(device(), getattr(torch, dtype))
+        name = "tiny random Qwen2"
+    else:
+        assert model is not None
+        policy, name = load_model(model, dtype), model
+    if teacher and model:
+        from memopd.score.tokenizers import check_same_tokenizer
+
+        check_same_tokenizer(os.path.expanduser(model), os.path.expanduser(teacher))
+    guide = load_model(teacher, dtype) if teacher else None
+    report = run_audit(policy, recorded, attention, guide, name, track)
+    if as_json:
+        print(json.dumps(plain(report.as_dict())))
+    else:
+        print_audit(report, out)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@app.command()
+def draw(
+    episodes: Annotated[Path, typer.Argument(help="An episode store.")],
+    episode: Annotated[str, typer.Option(help="The id of the episode to draw.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="An image; its suffix names the format.")],
+) -> None:
+    """The packed form of one episode as a picture."""
+    from memopd.compile import compile_calls
+    from memopd.record import read_episodes
+
+    found = next((e for e in read_episodes(episodes) if e.id == episode), None)
+    if found is None:
+        raise ValueError(f"{episodes}: there is no episode {episode!r}")
+    from memopd.attention.draw import draw as draw_pack
+
+    draw_pack(compile_calls(found.calls), output, f"episode {episode}")
+    print(output)
+
+
+@app.command()
+def models(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write Markdown there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which model families share rows, which run unshared, what is refused: checked now, with tiny random weights."""
+    from memopd.verify.models import check_families, markdown
+
+    rows = list(track("families", check_families()))
+    if as_json:
+        print(json.dumps(plain([row.as_dict() for row in rows])))
+    elif output is None:
+        out.print(markdown(rows), markup=False)
+    else:
+        from memopd.files import whole
+
+        with whole(output) as partial:
+            partial.write_text(markdown(rows))
