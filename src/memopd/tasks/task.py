@@ -1,0 +1,63 @@
+"""What is asked: questions with their accepted answers, grouped into tasks of k.
+
+    Task ── questions ──> Question ── answers  the aliases of one answer
+                             └── steps ──> Step  how the oracle finds it (the embedded world only)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One search on the way to an answer.
+
+    >>> Step("Velmora Works founder", "Velmora Works", "Velmora Works was founded by Tarin Oskel").title
+    'Velmora Works'
+    """
+
+    query: str  # finds the passage
+    title: str  # the passage that holds the fact
+    fact: str  # what to remember of it, one short clause that stands in the passage or follows from it
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """
+    >>> Question("nq-0", "who founded velmora works", ("Tarin Oskel",)).answers
+    ('Tarin Oskel',)
+    """
+
+    id: str
+    text: str
+    answers: tuple[str, ...]  # aliases: any of them is right, the first is what an oracle says
+    kind: str = ""  # "one-hop", "bridge", "comparison" where known
+    steps: tuple[Step, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise ValueError(f"question {self.id!r}: text: must not be empty")
+        if not self.answers or not all(isinstance(a, str) for a in self.answers):
+            raise ValueError(f"question {self.id!r}: answers: must be one or more strings, got {self.answers!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """k questions asked at once.
+
+    >>> Task("t0", (Question("nq-0", "who founded velmora works", ("Tarin Oskel",)),)).k
+    1
+    """
+
+    id: str
+    questions: tuple[Question, ...]
+    source: str = ""  # the data set; a task never mixes two
+
+    def __post_init__(self) -> None:
+        if not self.questions:
+            raise ValueError(f"task {self.id!r}: questions: must not be empty")
+
+    @property
+    def k(self) -> int:
+        return len(self.questions)
