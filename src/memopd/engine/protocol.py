@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from memopd.types import Floats, Ids, Sampling, StopReason
 
@@ -36,3 +37,24 @@ class Engine(Protocol):
     """Anything that samples. Completions come back in the order of the requests."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A submitted request. `cancel` ends it early: what was sampled so far comes back as aborted."""
+
+    completion: Future[Completion]
+    cancel: Callable[[], None]
+
+
+class LiveEngine(Engine, Protocol):
+    """An engine that also takes requests at any time and from any thread, as a server needs it."""
+
+    tokenizer: Any  # Hugging Face's
+    version: int  # the policy's; every completion carries the version it was sampled with
+
+    def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
+        """`heard` is called with every sampled id as it comes, from the engine's thread."""
+        ...
+
+    def close(self) -> None: ...
