@@ -1,0 +1,137 @@
+"""Scripted policies: the oracle, which solves the embedded world's tasks, and a guesser, which never searches.
+
+The oracle is an engine whose completions are written, not sampled. It searches through the real index and believes
+only what the documents in front of it say: a fact is noted when the passage that holds it has been found. Its
+responses are what a model is taught by SFT, so their wording varies from episode to episode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from memopd.agent.protocol import documents_of
+from memopd.engine.protocol import Completion, Request
+from memopd.tasks import Question, Task
+from memopd.types import StopReason
+
+TRIES = 2  # searches for one fact before giving it up
+
+OPENINGS = ("", "", "", "Known so far. ", "Summary. ", "Notes. ")
+ANSWERED = ("{n}: {answer}.", "{n}: {answer}.", "{n} is {answer}.", "{n} done, {answer}.")
+PARTLY = ("{n}: {facts}, not finished.", "{n} so far: {facts}.", "{n}: {facts}.")
+NEXT = ("Next {n}.", "Now {n}.", "Next question {n}.", "Looking for {n}.")
+GIVEN_UP = "unknown"
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What the oracle of one episode knows."""
+
+    task: Task
+    random: random.Random
+    answers: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)  # of the question at hand
+    step: int = 0
+    tries: int = 0
+    style: tuple[str, str, str, str] = ("", "", "", "")
+
+    @property
+    def question(self) -> Question | None:
+        return self.task.questions[len(self.answers)] if len(self.answers) < self.task.k else None
+
+    def answer(self, answer: str) -> None:
+        self.answers.append(answer)
+        self.facts, self.step, self.tries = [], 0, 0
+
+
+class Oracle:
+    """Solves tasks whose questions say how (`Question.steps`), by MEM1's protocol, under any memory rule."""
+
+    def __init__(self, tasks: Iterable[tuple[str, Task]], tokenizer: Any, seed: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.tasks = dict(tasks)
+        self.notes: dict[str, _Notes] = {}
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [self._completion(request) for request in requests]
+
+    def _completion(self, request: Request) -> Completion:
+        notes = self.notes.get(request.episode) or self._begin(request.episode)
+        if notes.tries:
+            self._read(notes, documents_of(self.tokenizer.decode(request.prompt.tolist())))
+        text = self._response(notes, last="</search>" not in request.stop)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if notes.question is None or "</search>" not in request.stop:
+            del self.notes[request.episode]
+        return Completion(np.asarray(ids, np.int32), None, StopReason.STOP)
+
+    def _begin(self, episode: str) -> _Notes:
+        task = self.tasks[episode]
+        if unsolved := [q.id for q in task.questions if not q.steps]:
+            raise ValueError(f"task {task.id!r}: the oracle does not know how to find question {unsolved[0]!r}")
+        dice = random.Random(f"{self.seed}/{episode}")
+        style = tuple(dice.choice(options) for options in (OPENINGS, ANSWERED, PARTLY, NEXT))
+        notes = _Notes(task, dice, style=style)  # type: ignore[arg-type]
+        self.notes[episode] = notes
+        return notes
+
+    def _read(self, notes: _Notes, documents: Sequence[tuple[str, str]]) -> None:
+        question = notes.question
+        assert question is not None
+        step = question.steps[notes.step]
+        if any(title == step.title for title, _ in documents):
+            notes.facts.append(step.fact)
+            notes.step, notes.tries = notes.step + 1, 0
+            if notes.step == len(question.steps):
+                notes.answer(question.answers[0])
+        elif notes.tries >= TRIES:
+            notes.answer(GIVEN_UP)
+
+    def _response(self, notes: _Notes, last: bool) -> str:
+        summary = self._summary(notes)
+        if (question := notes.question) is None or last:
+            answers = notes.answers + [GIVEN_UP] * (notes.task.k - len(notes.answers))
+            return f"<think>{summary}</think>\n<answer>{'; '.join(answers)}</answer>"
+        step = question.steps[notes.step]
+        query = step.query if notes.tries == 0 else step.title  # the second try: the name alone
+        notes.tries += 1
+        return f"<think>{summary}</think>\n<search>{query}</search>"
+
+    def _summary(self, notes: _Notes) -> str:
+        opening, answered, partly, going_on = notes.style
+        parts = [answered.format(n=n, answer=a) for n, a in enumerate(notes.answers, 1)]
+        if notes.question is not None:
+            n = len(notes.answers) + 1
+            parts += [partly.format(n=n, facts="; ".join(notes.facts))] if notes.facts else []
+            parts += [going_on.format(n=n)]
+        return opening + " ".join(parts)
+
+
+class Guesser:
+    """Answers at once. What can be had without searching: the answer of the most similar training question, and
+    the first of the things that are compared."""
+
+    def __init__(self, tasks: Iterable[tuple[str, Task]], tokenizer: Any, training: Iterable[Question]) -> None:
+        self.tokenizer = tokenizer
+        self.tasks = dict(tasks)
+        self.known = [(frozenset(q.text.lower().split()), q.answers[0]) for q in training if q.kind != "comparison"]
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [self._completion(self.tasks[request.episode]) for request in requests]
+
+    def _completion(self, task: Task) -> Completion:
+        text = f"<think>I do not search.</think>\n<answer>{'; '.join(map(self._guess, task.questions))}</answer>"
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Completion(np.asarray(ids, np.int32), None, StopReason.STOP)
+
+    def _guess(self, question: Question) -> str:
+        if question.kind == "comparison":
+            return min((s.title for s in question.steps), key=question.text.find)
+        words = frozenset(question.text.lower().split())
+        return max(self.known, key=lambda known: len(words & known[0]) / len(words | known[0]), default=("", ""))[1]

@@ -1,0 +1,107 @@
+"""MEM1's interaction in text: what the agent is told, how its responses are read, what it gets back.
+
+q      chat template of: instructions, then the questions joined by "; "
+a_t    <think> summary </think> <search> keywords </search>      or      ... <answer> a1; a2 </answer>
+o_t    <information>  how many turns are left, then the documents  </information>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memopd.tasks import Task
+
+INSTRUCTIONS = """\
+Answer the questions below by reasoning, summarising and searching. At each step you see the questions, your own last \
+summary, your last query and what it found. Nothing older is kept. First rewrite inside <think> and </think> a short \
+summary that carries everything you still need: what is known for each question and what is missing. Then do one of \
+two things. Search for one question with a few keywords inside <search> and </search>; the results come back inside \
+<information> and </information>. Or, when all questions are answered, give the short answers in order inside <answer> \
+and </answer>, separated by semicolons, such as <answer>first; second</answer>.
+Questions: """
+
+STOPS = ("</search>", "</answer>")
+LAST_STOPS = ("</answer>",)  # on the last turn a search would find nobody to read its results
+MAX_QUERY = 512  # characters: a runaway response is not a query
+
+
+class Kind(StrEnum):
+    SEARCH = "search"
+    ANSWER = "answer"
+    NONE = "none"  # neither tag closed: the episode ends without an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    kind: Kind
+    text: str = ""  # the query, or the answers as written
+
+
+def user_message(task: Task) -> str:
+    """The one user turn of a task.
+
+    >>> from memopd.tasks import Question
+    >>> user_message(Task("t", (Question("0", "Who?", ("a",)), Question("1", "where", ("b",))))).splitlines()[-1]
+    'Questions: Who?; where?'
+    """
+    return INSTRUCTIONS + "; ".join(f"{q.text.strip().rstrip('?').rstrip()}?" for q in task.questions)
+
+
+def read_action(response: str, last: bool = False) -> Action:
+    """What a response does. The first closed <search> counts, else the last closed <answer>; on the last turn
+    only an answer does. Of nested tags the innermost is meant: the last opening before the first closing."""
+    if not last and (query := _first(response, "search")) is not None:
+        return Action(Kind.SEARCH, " ".join(query[:MAX_QUERY].split()))
+    if (answer := _last(response, "answer")) is not None:
+        return Action(Kind.ANSWER, answer)
+    return Action(Kind.NONE)
+
+
+def summary_of(response: str) -> str:
+    """The summary part of a response: its <think> text; where the tag is missing, what stands before the action."""
+    thought = _first(response, "think")
+    if thought is None:
+        cuts = [at for at in (response.find("<search>"), response.find("<answer>")) if at >= 0]
+        thought = response[: min(cuts)] if cuts else response
+        thought = thought.replace("<think>", "")
+    return thought.strip()
+
+
+def information(documents: Iterable[tuple[str, str]], turns_left: int) -> str:
+    """o_t: the hint, then every (title, text)."""
+    lines = [f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(documents, 1)]
+    body = "\n".join([hint(turns_left), *(lines or ["No results."])])
+    return f"\n<information>\n{body}\n</information>\n"
+
+
+def hint(turns_left: int) -> str:
+    if turns_left <= 1:
+        return "This is the last turn: answer now."
+    return f"You have {turns_left} turns left."
+
+
+def documents_of(text: str) -> Sequence[tuple[str, str]]:
+    """The (title, text) pairs of the last information block in a context: what the agent can read now."""
+    start = text.rfind("<information>")
+    block = text[start:].partition("</information>")[0] if start >= 0 else ""
+    found = []
+    for line in block.splitlines():
+        if line.startswith("Doc ") and "(Title: " in line:
+            title, _, body = line.partition("(Title: ")[2].partition(") ")
+            found.append((title, body))
+    return found
+
+
+def _first(text: str, tag: str) -> str | None:
+    """Linear in the text, however many tags are left open."""
+    stop = text.find(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, stop) if stop >= 0 else -1
+    return text[start + len(tag) + 2 : stop] if start >= 0 else None
+
+
+def _last(text: str, tag: str) -> str | None:
+    stop = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, stop) if stop >= 0 else -1
+    return text[start + len(tag) + 2 : stop] if start >= 0 else None
