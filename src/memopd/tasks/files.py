@@ -1,0 +1,319 @@
+"""Question sets on disk: FlashRAG's JSON lines, and the Parquet of Search-R1 and verl, read and written.
+
+    {"id": "nq-0", "question": "who founded velmora works", "golden_answers": ["Tarin Oskel"], "metadata": {}}
+
+A row of Parquet is a task of k questions: `data_source`, `prompt` (list of role, content), `ability`,
+`reward_model.ground_truth.target` (a list of alias lists), `extra_info`. What those columns have no place for (ids,
+question texts, kinds, steps) stands in `extra_info`, so that what is written is read back the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from memopd.files import whole
+from memopd.tasks.task import Question, Step, Task
+
+Row: TypeAlias = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+_TEXT = pa.string()
+_STEP = pa.struct({"query": _TEXT, "title": _TEXT, "fact": _TEXT})
+_QUESTION = pa.struct({"id": _TEXT, "text": _TEXT, "kind": _TEXT, "steps": pa.list_(_STEP)})
+_TARGET = pa.struct({"target": pa.list_(pa.list_(_TEXT))})
+_SCHEMA = pa.schema(
+    {
+        "data_source": _TEXT,
+        "prompt": pa.list_(pa.struct({"role": _TEXT, "content": _TEXT})),
+        "ability": _TEXT,
+        "reward_model": pa.struct({"style": _TEXT, "ground_truth": _TARGET}),
+        "extra_info": pa.struct({"index": pa.int64(), "id": _TEXT, "questions": pa.list_(_QUESTION)}),
+    }
+)
+_HUB = "hub:"
+_ASKED = re.compile(r"\bquestions?:", re.IGNORECASE)  # what comes before the questions in the field's prompts
+_BETWEEN = re.compile(r"(?<=\?);\s*")  # MEM1 joins questions by "; ", each ending in "?"
+
+
+def read_tasks(path: str | Path, skip_bad: bool = False) -> list[Task]:
+    """The tasks of a .jsonl, .jsonl.gz or .parquet file, or of `hub:org/dataset[:config]:split`.
+
+    A row with `golden_answers` alone is a task of one question. A malformed row is a ValueError that names file and
+    line (from 1) or row (from 0); with `skip_bad` it is left out, and how many were is logged.
+    """
+    tasks: list[Task] = []
+    places: dict[str, str] = {}
+    bad: list[str] = []
+    source = source_of(path)
+    for number, (place, given) in enumerate(_rows(path)):
+        try:
+            task = _task(_row(given), number, source)
+            if task.id in places:
+                raise ValueError(f"task {task.id!r} stands on {places[task.id]} already; ids must differ")
+        except ValueError as error:
+            if not skip_bad:
+                raise ValueError(f"{path}: {place}: {error}") from None
+            bad.append(f"{place}: {error}")
+        else:
+            places[task.id] = place
+            tasks.append(task)
+    if bad:
+        logger.warning("%s: skipped %d of %d rows; the first: %s", path, len(bad), len(bad) + len(tasks), bad[0])
+    return tasks
+
+
+def read_questions(path: str | Path, skip_bad: bool = False) -> list[Question]:
+    """The questions of one data set, in order."""
+    tasks = read_tasks(path, skip_bad)
+    if len(sources := dict.fromkeys(task.source for task in tasks)) > 1:
+        raise ValueError(f"{path}: holds several data sets ({', '.join(sources)}); read_tasks keeps them apart")
+    return [question for task in tasks for question in task.questions]
+
+
+def group(questions: Iterable[Question], k: int, source: str) -> list[Task]:
+    """Consecutive questions of one data set by k; a remainder is dropped.
+
+    >>> asked = [Question(str(i), "who", ("x",)) for i in range(5)]
+    >>> [task.id for task in group(asked, 2, "nq")]
+    ['nq-q2-0', 'nq-q2-2']
+    """
+    if k < 1:
+        raise ValueError(f"k must be 1 or more, got {k}")
+    asked = list(questions)
+    parts = (tuple(asked[at : at + k]) for at in range(0, len(asked) - k + 1, k))
+    return [Task(_task_id(source, k, part[0].id), part, source) for part in parts]
+
+
+def write_tasks(path: str | Path, tasks: Iterable[Task], prompt_of: Callable[[Task], str]) -> int:
+    """Write Parquet that Search-R1, verl and `read_tasks` read, whole or not at all; how many tasks."""
+    path = Path(path)
+    if path.suffix != ".parquet":
+        raise ValueError(f"{path}: tasks are written as Parquet; give a name that ends in .parquet")
+    rows = [_written(index, task, prompt_of(task)) for index, task in enumerate(tasks)]
+    ids = [row["extra_info"]["id"] for row in rows]
+    if len(set(ids)) < len(ids):
+        twice = max(ids, key=ids.count)
+        raise ValueError(f"{path}: task {twice!r} is there twice; name the data sets apart, as ids begin with them")
+    with whole(path) as partial:
+        pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), partial)
+    return len(rows)
+
+
+def source_of(path: str | Path) -> str:
+    """What a data set is called that does not say: the file's name, or on the hub the configuration's or its own.
+
+    >>> source_of("data/nq.jsonl.gz"), source_of("hub:RUC-NLPIR/FlashRAG_datasets:hotpotqa:dev")
+    ('nq', 'hotpotqa')
+    """
+    if str(path).startswith(_HUB):
+        name, config, _ = _hub_name(str(path))
+        return config or name.rpartition("/")[2]
+    return Path(path).name.partition(".")[0]
+
+
+def _written(index: int, task: Task, prompt: str) -> Row:
+    questions = [
+        {"id": q.id, "text": q.text, "kind": q.kind, "steps": [asdict(step) for step in q.steps]}
+        for q in task.questions
+    ]
+    return {
+        "data_source": task.source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "fact-reasoning",  # what Search-R1 calls it
+        "reward_model": {"style": "rule", "ground_truth": {"target": [q.answers for q in task.questions]}},
+        "extra_info": {"index": index, "id": task.id, "questions": questions},
+    }
+
+
+def _rows(path: str | Path) -> Iterator[tuple[str, bytes | Row]]:
+    """Every row with its place in the file; a line of JSON as its bytes, so that a bad one can be skipped."""
+    name = str(path)
+    if name.startswith(_HUB):
+        return _hub_rows(name)
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if name.endswith(".parquet"):
+        return _parquet_rows(path)
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        return _lines(path)
+    raise ValueError(f"{path}: must end in .jsonl, .jsonl.gz or .parquet (or be hub:org/dataset:split)")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    number = 0
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"line {number}", line
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: line {number + 1}: cannot be read: {error}") from None
+
+
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                for row in batch.to_pylist():
+                    yield f"row {number}", row
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: row {number}: cannot be read as Parquet: {error}") from None
+
+
+def _hub_rows(path: str) -> Iterator[tuple[str, Row]]:
+    name, config, split = _hub_name(path)
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(f"{path}: reading from the hub needs `datasets`: pip install datasets") from None
+    for number, row in enumerate(load_dataset(name, config or None, split=split)):
+        yield f"row {number}", dict(row)
+
+
+def _hub_name(path: str) -> tuple[str, str, str]:
+    match path.removeprefix(_HUB).split(":"):
+        case [name, split] if name and split:
+            return name, "", split
+        case [name, config, split] if name and config and split:
+            return name, config, split
+    raise ValueError(f"{path}: must be hub:org/dataset:split or hub:org/dataset:config:split")
+
+
+def _row(given: bytes | Row) -> Row:
+    if isinstance(given, bytes):
+        try:
+            given = json.loads(given.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not a line of JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError("must be a JSON object")
+    return given
+
+
+def _task(row: Row, number: int, source: str) -> Task:
+    if "reward_model" not in row:
+        question = _question(row)
+        return Task(_task_id(source, 1, question.id), (question,), source)
+    source = _text(row, "data_source") if row.get("data_source") is not None else source
+    targets = _targets(row)
+    extra = row["extra_info"] if isinstance(row.get("extra_info"), dict) else {}
+    if _is_ours(extra):
+        if len(extra["questions"]) != len(targets):
+            raise ValueError(f"extra_info.questions: {len(extra['questions'])} for {len(targets)} alias lists")
+        pairs = zip(extra["questions"], targets, strict=True)
+        return Task(_text(extra, "id"), tuple(_our_question(q, answers) for q, answers in pairs), source)
+    # Somebody else's. An id of a row that holds several questions would be none of theirs.
+    k = len(targets)
+    own = str(row["id"]) if k == 1 and isinstance(row.get("id"), str | int) else str(number)
+    ids = [own] if k == 1 else [f"{number}.{i}" for i in range(k)]
+    texts = _texts(row, extra, k)
+    questions = (Question(*asked) for asked in zip(ids, texts, targets, strict=True))
+    return Task(_task_id(source, k, own), tuple(questions), source)
+
+
+def _task_id(source: str, k: int, first: str) -> str:
+    """From the questions, not from the place in the file: two cuts of one data set never give two tasks one id."""
+    return f"{source}-q{k}-{first}" if source else f"q{k}-{first}"
+
+
+def _question(row: Row) -> Question:
+    """A line of FlashRAG's."""
+    id = str(row["id"]) if type(row.get("id")) is int else _text(row, "id")
+    metadata = row.get("metadata")
+    kind = metadata.get("type") if isinstance(metadata, dict) else None
+    answers = _aliases(row.get("golden_answers"), "golden_answers")
+    return Question(id, _text(row, "question"), answers, kind if isinstance(kind, str) else "")
+
+
+def _our_question(row: Row, answers: tuple[str, ...]) -> Question:
+    if not isinstance(row["steps"], list) or not all(isinstance(step, dict) for step in row["steps"]):
+        raise ValueError(f"extra_info.questions: steps: must be a list of searches, got {_short(row['steps'])}")
+    steps = (Step(*(_text(step, name) for name in ("query", "title", "fact"))) for step in row["steps"])
+    return Question(_text(row, "id"), _text(row, "text"), answers, _text(row, "kind"), tuple(steps))
+
+
+def _is_ours(extra: Row) -> bool:
+    names = {"id", "text", "kind", "steps"}
+    questions = extra.get("questions")
+    return isinstance(questions, list) and all(isinstance(q, dict) and q.keys() >= names for q in questions)
+
+
+def _targets(row: Row) -> list[tuple[str, ...]]:
+    """One tuple of aliases for each question; a flat list is the aliases of one."""
+    name = "reward_model.ground_truth.target"
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name}: must be a list of alias lists, got {_short(value)}")
+    if not any(isinstance(aliases, list) for aliases in value):
+        return [_aliases(value, name)]
+    return [_aliases(aliases, f"{name}[{i}]") for i, aliases in enumerate(value)]
+
+
+def _aliases(value: Any, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(alias, str) for alias in value):
+        raise ValueError(f"{name}: must be a list of strings, got {_short(value)}")
+    if not any(alias.strip() for alias in value):
+        raise ValueError(f"{name}: must hold an answer, got {_short(value)}")
+    return tuple(_encodable(alias, name) for alias in value)
+
+
+def _texts(row: Row, extra: Row, k: int) -> list[str]:
+    """The k questions that a row of somebody else's asks, from where the field's programs leave them."""
+    given = [holder.get(name) for holder in (row, extra) for name in ("questions", "question")]
+    for value in (*given, _after_instructions(row.get("prompt"))):
+        if isinstance(value, str):
+            value = [value.strip()] if k == 1 else _BETWEEN.split(value.strip())
+        if isinstance(value, list) and len(value) == k and all(isinstance(text, str) for text in value):
+            return [_encodable(text, "question") for text in value]
+    raise ValueError(f"cannot tell its {k} question(s) from its prompt; add a column `questions` with a list of {k}")
+
+
+def _after_instructions(prompt: Any) -> str | None:
+    """Of "<instructions> Question: <questions>" the questions, where there is no doubt where they begin."""
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
+    if not contents or not isinstance(contents[-1], str) or len(marks := list(_ASKED.finditer(contents[-1]))) != 1:
+        return None
+    return contents[-1][marks[0].end() :]
+
+
+def _text(row: Row, name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: must be a string, got {_short(value)}")
+    return _encodable(value, name)
+
+
+def _encodable(text: str, name: str) -> str:
+    """JSON can spell half a character; nothing can encode it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: holds half of a surrogate pair, got {_short(text)}") from None
+    return text
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

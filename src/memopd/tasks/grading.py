@@ -1,0 +1,183 @@
+"""Answers to scores: exact match and F1 after normalisation, and the reward of a whole interaction.
+
+    response ── answers_of ──> answers ── grade ──> Grade ── per_question ──> Score
+
+Two gradings. `squad` normalises as SQuAD does and counts tokens as a bag; it is the default. `mem1` is what MEM1's
+evaluation does: articles stay, punctuation becomes a space, tokens count as a set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal, TypeAlias, get_args
+
+from memopd.tasks.task import Question, Task
+
+Grading: TypeAlias = Literal["squad", "mem1"]
+Reward: TypeAlias = Callable[[Task, Sequence[str]], float]  # the task and the agent's responses, in order
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_DROP = str.maketrans("", "", string.punctuation)
+_SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
+_OPEN, _CLOSE = "<answer>", "</answer>"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One answer against the aliases of its question."""
+
+    em: float  # 0 or 1
+    f1: float
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """
+    >>> asked = (Question("0", "who", ("Tarin Oskel",)), Question("1", "where", ("the Velm", "Velm river")))
+    >>> got = grade(asked, "<answer>Tarin Oskel; the river Velm</answer>")
+    >>> got.em, got.f1, got.answers
+    (1.0, 2.0, ('Tarin Oskel', 'the river Velm'))
+    """
+
+    em: float  # Σ over questions
+    f1: float  # Σ over questions
+    answers: tuple[str, ...] | None  # None: there was no closed <answer>
+    per_question: tuple[Score, ...]  # one per question, zeros where the answers could not be told apart
+
+    @property
+    def valid(self) -> bool:
+        """There is an answer, and it has one part for each question."""
+        return self.answers is not None and len(self.answers) == len(self.per_question)
+
+
+def normalise(text: str) -> str:
+    """SQuAD: lower case, no punctuation, no articles, single spaces.
+
+    Composed first (NFC), so that one text in two encodings is one text. SQuAD's own script leaves the encoding alone;
+    to it the a of a decomposed "à" is an article.
+
+    >>> normalise("The  Velmora-Works, Inc.")
+    'velmoraworks inc'
+    """
+    return _single_spaces(_ARTICLES.sub(" ", _lower(text).translate(_DROP)))
+
+
+def exact_match(answer: str, aliases: Sequence[str], grading: Grading = "squad") -> float:
+    key = _key(answer, grading)
+    return float(key != "" and any(key == _key(alias, grading) for alias in aliases))
+
+
+def f1(answer: str, aliases: Sequence[str], grading: Grading = "squad") -> float:
+    """The best over aliases of 2·|common tokens| / (|answer's tokens| + |alias's tokens|)."""
+    given = _tokens(answer, grading)
+    return max((_overlap(given, _tokens(alias, grading)) for alias in aliases), default=0.0)
+
+
+def answers_of(response: str) -> tuple[str, ...] | None:
+    """The parts of the last closed `<answer>`, split on `;`; None without one.
+
+    >>> answers_of("<think>so</think><answer>Tarin Oskel; 1871</answer>")
+    ('Tarin Oskel', '1871')
+    """
+    start = response.rfind(_OPEN, 0, max(response.rfind(_CLOSE), 0))
+    if start < 0:
+        return None
+    inside = response[start + len(_OPEN) : response.find(_CLOSE, start)]
+    return tuple(part.strip() for part in inside.split(";"))
+
+
+def grade(questions: Sequence[Question], response: str, grading: Grading = "squad") -> Grade:
+    """A number of answers that differs from the number of questions scores 0 for all of them: which is which?"""
+    answers = answers_of(response)
+    if answers is None or len(answers) != len(questions):
+        _check(grading)
+        return Grade(0.0, 0.0, answers, (Score(0.0, 0.0),) * len(questions))
+    scores = tuple(
+        Score(exact_match(answer, question.answers, grading), f1(answer, question.answers, grading))
+        for question, answer in zip(questions, answers, strict=True)
+    )
+    return Grade(sum(s.em for s in scores), sum(s.f1 for s in scores), answers, scores)
+
+
+def reward_of(name: str = "em", grading: Grading = "squad") -> Reward:
+    """The reward called `em` (Σ EM), `f1` (Σ F1), or any `package.module:function` of (task, responses)."""
+    _check(grading)
+    if name == "em":
+        return lambda task, responses: grade(task.questions, _last(responses), grading).em
+    if name == "f1":
+        return lambda task, responses: grade(task.questions, _last(responses), grading).f1
+    function = _named(name)
+
+    def reward(task: Task, responses: Sequence[str]) -> float:
+        given = function(task, responses)
+        try:
+            value = float(given)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(f"reward {name!r}: must return a finite number, got {given!r} for task {task.id!r}")
+        return value
+
+    return reward
+
+
+def _named(name: str) -> Reward:
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"reward {name!r}: must be em, f1 or package.module:function")
+    try:
+        function: Reward = attrgetter(attribute)(importlib.import_module(module))
+    except ImportError as error:
+        raise ValueError(f"reward {name!r}: {error}; install the module or put its folder in PYTHONPATH") from None
+    except AttributeError:
+        raise ValueError(f"reward {name!r}: module {module!r} has no {attribute!r}") from None
+    if not callable(function):
+        raise ValueError(f"reward {name!r}: must be a function of (task, responses), got {type(function).__name__}")
+    return function
+
+
+def _last(responses: Sequence[str]) -> str:
+    return responses[-1] if responses else ""  # only the response that ended the interaction can answer
+
+
+def _key(text: str, grading: Grading) -> str:
+    """What exact match compares.
+
+    Where normalisation leaves nothing (the band "The The", the grade "A", the title "?") the words or the signs
+    themselves are compared: SQuAD's script would take any of these, and an empty answer, for any other.
+    """
+    _check(grading)
+    if grading == "mem1":
+        return _single_spaces(_lower(text).translate(_SPACE)) or _single_spaces(_lower(text))
+    return normalise(text) or _single_spaces(_lower(text).translate(_DROP)) or _single_spaces(_lower(text))
+
+
+def _tokens(text: str, grading: Grading) -> Counter[str]:
+    tokens = _key(text, grading).split()
+    return Counter(set(tokens) if grading == "mem1" else tokens)
+
+
+def _overlap(a: Counter[str], b: Counter[str]) -> float:
+    common = (a & b).total()
+    return 2 * common / (a.total() + b.total()) if common else 0.0
+
+
+def _lower(text: str) -> str:
+    return unicodedata.normalize("NFC", text).lower()
+
+
+def _single_spaces(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _check(grading: Grading) -> None:
+    if grading not in get_args(Grading):
+        raise ValueError(f"grading must be squad or mem1, got {grading!r}")
