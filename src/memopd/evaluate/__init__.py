@@ -1,1 +1,24 @@
+"""What answers are worth and what they cost, how sure that is, and the paper's tables of it."""
 
+from memopd.evaluate.metrics import Measures, measure, measure_all
+from memopd.evaluate.statistics import Comparison, Estimate, over_seeds, over_tasks, paired_bootstrap
+from memopd.evaluate.summary import Result, Setting, compare, summarise
+from memopd.evaluate.tables import comparison_table, table_1, table_2
+
+__all__ = [
+    "Comparison",
+    "Estimate",
+    "Measures",
+    "Result",
+    "Setting",
+    "compare",
+    "comparison_table",
+    "measure",
+    "measure_all",
+    "over_seeds",
+    "over_tasks",
+    "paired_bootstrap",
+    "summarise",
+    "table_1",
+    "table_2",
+]

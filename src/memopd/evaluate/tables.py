@@ -1,0 +1,91 @@
+"""The columns of the paper's Tables 1 and 2, for a person; `Result.as_dict` is for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from memopd.evaluate.statistics import Comparison, Estimate
+from memopd.evaluate.summary import Metric, Result
+
+# Heading, metric, unit, digits. The units are the paper's.
+_Column = tuple[str, Metric, float, int]
+_EM: _Column = ("EM ↑", "em", 1, 3)
+_F1: _Column = ("F1 ↑", "f1", 1, 3)
+_PEAK: _Column = ("peak ↓ ×10²", "peak", 1e2, 2)
+_DEPENDENCY: _Column = ("dependency ↓ ×10⁵", "dependency", 1e5, 3)
+_TIME: _Column = ("time ↓ s", "seconds", 1, 2)
+_TABLE_1 = (_EM, _F1, _PEAK, _TIME)
+_TABLE_2 = (_EM, _F1, _PEAK, _DEPENDENCY, _TIME)
+
+
+def table_1(results: Sequence[Result]) -> Table:
+    """Systems down, for every k: EM, F1, peak, time."""
+    return _table(results, _TABLE_1, "k questions at once")
+
+
+def table_2(results: Sequence[Result]) -> Table:
+    """Systems down, for every k: EM, F1, peak, dependency, time. The paper's has k = 1 (Wiki-RAG)."""
+    return _table(results, _TABLE_2, "Answers and what they cost")
+
+
+def comparison_table(a: str, b: str, comparisons: Mapping[str, Comparison]) -> Table:
+    tasks = max((c.tasks for c in comparisons.values()), default=0)
+    title = escape(f"{a} minus {b}, paired bootstrap over {tasks} tasks")
+    table = Table(title=title, title_justify="left")
+    for heading in ("metric", "difference", "95 % interval", "p"):
+        table.add_column(heading, justify="left" if heading == "metric" else "right")
+    for metric, c in comparisons.items():
+        table.add_row(metric, f"{c.difference:+.4g}", f"{c.low:+.4g} to {c.high:+.4g}", f"{c.p:.4f}")
+    return table
+
+
+def _table(results: Sequence[Result], columns: Sequence[_Column], title: str) -> Table:
+    if len(gradings := sorted({r.setting.grading for r in results})) != 1:
+        raise ValueError(f"a table compares results of one grading, got {gradings}")
+    found = {(r.system, r.k): r for r in results}
+    if len(found) < len(results):
+        raise ValueError("a system has two results for one k; name the systems apart")
+    horizons = sorted({r.k for r in results})
+    table = Table(title=title, title_justify="left", caption=_caption(results), caption_justify="left")
+    table.add_column("system")
+    for k in horizons:
+        for heading, *_ in columns:
+            table.add_column(f"Q{k} {heading}", justify="right")
+    for system in dict.fromkeys(r.system for r in results):
+        cells = [_cell(found.get((system, k)), column) for k in horizons for column in columns]
+        table.add_row(escape(system), *cells)
+    return table
+
+
+def _cell(result: Result | None, column: _Column) -> str:
+    _, metric, unit, digits = column
+    return "-" if result is None else shown(result.metrics[metric], unit, digits)
+
+
+def shown(estimate: Estimate | None, unit: float = 1, digits: int = 3) -> str:
+    """
+    >>> shown(Estimate(729.4, 3.1, 512), 1e2, 2)
+    '7.29 ± 0.03'
+    """
+    if estimate is None:
+        return "-"
+    mean = f"{estimate.mean / unit:.{digits}f}"
+    return mean if estimate.spread is None else f"{mean} ± {estimate.spread / unit:.{digits}f}"
+
+
+def _caption(results: Sequence[Result]) -> str:
+    """Everything a reader needs before comparing these numbers with others."""
+    lines = [
+        f"EM and F1 are sums over the questions, grading {results[0].setting.grading}. "
+        "Peak counts prompt and completion in the model's own tokens."
+    ]
+    for system in dict.fromkeys(r.system for r in results):
+        of_system = [r for r in results if r.system == system]
+        tasks = ", ".join(f"{r.tasks} tasks of Q{r.k}" for r in of_system)
+        spreads = {f"standard deviation over {r.seeds} seeds" if r.seeds > 1 else "standard error" for r in of_system}
+        engines = {f"{r.setting.engine}, batch {r.setting.batch_size}" for r in of_system}
+        lines.append(f"{system}: {tasks}; ± {' or '.join(sorted(spreads))}; time on {' and '.join(sorted(engines))}.")
+    return escape("\n".join(lines))
