@@ -85,7 +85,7 @@ class SearchEnvironment:
     def grade(self, task: Task, responses: Sequence[str]) -> Outcome:
         last = responses[-1] if responses else ""
         graded = grade(task.questions, last, self.grading)
-        return Outcome(reward_of(self.reward)(task, responses), graded.em, graded.f1)
+        return Outcome(reward_of(self.reward, self.grading)(task, responses), graded.em, graded.f1)
 
     def _action(self, progress: Progress) -> Action:
         last = len(progress.responses) >= self.turns(progress.task.k)

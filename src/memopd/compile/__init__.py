@@ -2,6 +2,7 @@
 
 from memopd.compile.controls import corrupt, persistent_history, response_mask, trajectory_mask
 from memopd.compile.pack import Decisions, Packed, compile_calls, fill
+from memopd.compile.unshared import side_by_side, unshared
 
 __all__ = [
     "Decisions",
@@ -11,5 +12,7 @@ __all__ = [
     "fill",
     "persistent_history",
     "response_mask",
+    "side_by_side",
     "trajectory_mask",
+    "unshared",
 ]

@@ -1,0 +1,1 @@
+"""Training: SFT, advantages, losses, the loop, sharding, checkpoints."""

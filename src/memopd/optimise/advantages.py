@@ -1,0 +1,89 @@
+"""From rewards to advantages, over sampled decisions only. Pure functions, one equation each.
+
+Arrays run over the decisions of a batch: episode after episode, call after call, token after token. Context copies and
+observations are not in them, so the recursion cannot walk over them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reference_penalty(logp_old: Tensor, logp_ref: Tensor) -> Tensor:
+    """Equation (reward), left: KL^ref_j = [ℓ_old,j − ℓ_ref,j]₊."""
+    _flat(logp_old, logp_ref)
+    return (logp_old - logp_ref).clamp(min=0.0)
+
+
+def token_rewards(
+    kl_ref: Tensor,  # [D]
+    beta: float,
+    last: Tensor,  # [D] bool: the last sampled token of its episode
+    task_reward: Tensor,  # [E] in the order of the episodes
+    call_last: Tensor,  # [D] bool: the last sampled token of its call
+    call_reward: Tensor,  # [C] r_t, in the order of the calls
+) -> Tensor:
+    """Equation (reward), right: r̃_j = r_j − β·KL^ref_j, r_t on its call's last token and the task's on the last."""
+    _flat(kl_ref, last, call_last)
+    reward = -beta * kl_ref
+    reward[call_last] += call_reward.to(reward)
+    reward[last] += task_reward.to(reward)
+    return reward
+
+
+def gae(
+    reward: Tensor,  # [D] r̃
+    value: Tensor,  # [D] V
+    last: Tensor,  # [D] bool: the episode ends here, and V after it is zero
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """Equation (gae): δ_n = r̃_n + γ·V_{n+1} − V_n,  A_n = δ_n + γλ·A_{n+1}."""
+    _flat(reward, value, last)
+    goes_on = (~last).to(value)
+    next_value = torch.cat([value[1:], value.new_zeros(1)]) * goes_on
+    delta = reward + gamma * next_value - value
+    decay = (gamma * lam * goes_on).tolist()
+    advantage, carried = delta.tolist(), 0.0  # in double precision, from the last decision to the first
+    for n in reversed(range(len(advantage))):
+        carried = advantage[n] + decay[n] * carried
+        advantage[n] = carried
+    return torch.tensor(advantage, dtype=torch.float64).to(value)
+
+
+def group_advantages(
+    episode_return: Tensor,  # [E]
+    group: Tensor,  # [E] episodes of one task have one number
+    episode: Tensor,  # [D] the episode of each decision
+    scale: bool = True,
+) -> Tensor:
+    """Without a critic: every decision of an episode gets (R − mean of its group) / standard deviation of its group.
+
+    A group that all agrees, or has one member, teaches nothing: zero.
+    """
+    groups, index = group.unique(return_inverse=True)
+    size = torch.zeros(len(groups), dtype=episode_return.dtype).index_add(0, index, torch.ones_like(episode_return))
+    mean = torch.zeros_like(size).index_add(0, index, episode_return) / size
+    centred = episode_return - mean[index]
+    if scale:
+        variance = torch.zeros_like(size).index_add(0, index, centred**2) / (size - 1).clamp(min=1)
+        centred = torch.where(variance[index] > 0, centred / variance[index].sqrt().clamp(min=1e-8), 0.0)
+    return centred[episode]
+
+
+def whiten(advantage: Tensor) -> Tensor:
+    """Zero mean, unit variance over the batch. verl does it; the paper is silent: a setting."""
+    if len(advantage) < 2:
+        return torch.zeros_like(advantage)
+    return (advantage - advantage.mean()) / advantage.std().clamp(min=1e-8)
+
+
+def explained_variance(value: Tensor, target: Tensor) -> float:
+    """1 − Var(target − V) / Var(target): 1 is a perfect critic, 0 one that knows the mean."""
+    variance = target.var()
+    return float(1 - (target - value).var() / variance) if len(target) > 1 and variance > 0 else 0.0
+
+
+def _flat(*arrays: Tensor) -> None:
+    assert {a.shape for a in arrays} == {(len(arrays[0]),)}, [a.shape for a in arrays]

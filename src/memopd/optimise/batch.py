@@ -1,0 +1,158 @@
+"""Episodes to mini-batches: which decisions, in which packs.
+
+Mini-batches are sets of episodes, drawn before packing; packs never cross them. Every quantity of a decision lives at
+its *place* in the mini-batch (episode after episode, call after call, token after token), whatever pack computed it, so
+that results depend neither on packing nor on accumulation nor on ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memopd.compile import Packed, fill, persistent_history, unshared
+from memopd.config import OptimiseConfig
+from memopd.types import Call, Episode, Ids
+
+Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One forward pass: a pack, and the places of its decisions in the mini-batch."""
+
+    packed: Packed
+    place: Ints  # [decisions of the pack]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    episodes: tuple[Episode, ...]
+    calls: tuple[Call, ...]  # the trainable ones, in order
+    work: tuple[Work, ...]  # packs of exact states
+    episode: Ints  # [D] the episode of each decision, counted within the mini-batch
+    call: Ints  # [D] its call, an index into `calls`
+    last: Bools  # [D] the episode's last decision
+    call_last: Bools  # [D] its call's last decision
+    tokens: int  # rows that independent calls would need
+
+    def __len__(self) -> int:
+        return len(self.episode)
+
+    @property
+    def rows(self) -> int:
+        return sum(len(w.packed) for w in self.work)
+
+    def persistent(self) -> tuple[Work, ...]:
+        """The control: one flattened history per episode, in place of the packs."""
+        first = np.searchsorted(self.episode, np.arange(len(self.episodes)))
+        histories = [persistent_history(e) for e in self.episodes]
+        return tuple(Work(h, f + np.arange(len(h.decisions))) for h, f in zip(histories, first, strict=True))
+
+
+def mini_batch(episodes: Sequence[Episode], budget: int, micro_batch: int = 0, share: bool = True) -> MiniBatch:
+    """Packs of at most `budget` rows; the calls of at most `micro_batch` episodes share them (0: of all)."""
+    of_episode = [[c for c in e.calls if c.trainable] for e in episodes]
+    calls = [c for of in of_episode for c in of]
+    size = np.array([len(c.completion) for c in calls], np.int64)
+    first = np.concatenate([[0], np.cumsum(size)])
+    call = np.repeat(np.arange(len(calls)), size)
+    owner = np.repeat(np.arange(len(episodes)), [len(of) for of in of_episode])
+    episode = owner[call]
+    ends = np.zeros(len(call), np.bool_)
+    ends[first[1:] - 1] = True
+    work = []
+    step = micro_batch or len(episodes)
+    for at in range(0, len(episodes), step):
+        start, stop = np.searchsorted(owner, [at, at + step])
+        packs = (fill if share else unshared)(calls[start:stop], budget)
+        work += [Work(p, _places(p, first[start:stop])) for p in packs]
+    return MiniBatch(
+        tuple(episodes),
+        tuple(calls),
+        tuple(work),
+        episode,
+        call,
+        np.diff(episode, append=-1) != 0,
+        ends,
+        sum(len(c.path) for c in calls),
+    )
+
+
+def _places(packed: Packed, first: Ints) -> Ints:
+    """A pack holds its calls whole: count on from the first decision of each."""
+    call = packed.decisions.call.astype(np.int64)
+    begin = np.flatnonzero(np.diff(call, prepend=-1))
+    within = np.arange(len(call)) - np.repeat(begin, np.diff(np.append(begin, len(call))))
+    return first[call] + within
+
+
+def usable(episodes: Sequence[Episode], budget: int) -> tuple[list[Episode], list[str]]:
+    """(what can be trained on, why each other one cannot).
+
+    The episode is the atom: one over-long call leaves it out whole. The flattened history must fit too, whether or
+    not this run uses it, so that every arm of a comparison leaves out the same episodes.
+    """
+    kept, reasons = [], []
+    for episode in episodes:
+        longest = max(len(c.path) for c in episode.calls)
+        if not any(c.trainable for c in episode.calls):
+            reasons.append(f"episode {episode.id!r}: none of its calls is trainable")
+        elif longest > budget:
+            reasons.append(f"episode {episode.id!r}: a call needs {longest} rows and the budget is {budget}")
+        elif (flat := len(persistent_history(episode))) > budget:
+            reasons.append(f"episode {episode.id!r}: its flattened history has {flat} rows and the budget is {budget}")
+        elif episode.sampling.top_p < 1 or episode.sampling.top_k:
+            raise ValueError(
+                f"episode {episode.id!r} was sampled with top-p or top-k: its log-probabilities are of another "
+                "distribution than the policy's; sample with the whole distribution to train"
+            )
+        else:
+            kept.append(episode)
+    return kept, reasons
+
+
+def compile_batches(episodes: list[Episode], config: OptimiseConfig, seed: int, step: int) -> list[MiniBatch]:
+    if not episodes:
+        raise ValueError(f"step {step}: every episode was left out; raise optimise.budget or lower tasks.max_context")
+    o = config
+    groups = draw(len(episodes), o.mini_batch, seed, step)
+    return [mini_batch([episodes[i] for i in group], o.budget, o.micro_batch, o.share) for group in groups]
+
+
+def draw(count: int, mini_batch: int, seed: int, step: int) -> list[list[int]]:
+    """Episodes 0..count-1 in a random order, cut into mini-batches: a function of the seed alone.
+
+    One drawing serves all epochs of a step, so that π_θ always runs in the packs that π_old was scored in.
+    """
+    order = np.random.default_rng([seed, step]).permutation(count)
+    return [sorted(order[at : at + mini_batch].tolist()) for at in range(0, count, mini_batch)]
+
+
+def parts_of(batch: MiniBatch, decode: Callable[[Ids], str]) -> Bools:
+    """[D] whether a decision belongs to the <think> part of its response (else to the action)."""
+    thinking = np.zeros(len(batch), np.bool_)
+    at = 0
+    for call in batch.calls:
+        thinking[at : at + _think_length(call.completion, decode)] = True
+        at += len(call.completion)
+    return thinking
+
+
+def _think_length(ids: Ids, decode: Callable[[Ids], str]) -> int:
+    """Tokens up to the one in which </think> ends; all of them where it never does."""
+    if "</think>" not in decode(ids):
+        return len(ids)
+    low, high = 1, len(ids)  # the shortest prefix that holds the tag: more tokens never lose it
+    while low < high:
+        middle = (low + high) // 2
+        if "</think>" in decode(ids[:middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,120 @@
+"""The run directory: configuration, metrics, the episodes of every step. `--resume` cuts them back to a checkpoint.
+
+RUN/config.json      as resolved          RUN/episodes/step-000012.parquet   what was trained on
+RUN/metrics.jsonl    a line per step      RUN/checkpoints/                   see checkpoint.py
+RUN/tensorboard/     the same, to look at
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memopd.config import RunConfig, from_tables
+from memopd.files import whole
+from memopd.optimise import ranks
+from memopd.optimise.checkpoint import latest, read_state
+from memopd.record import write_episodes
+from memopd.types import Episode
+
+
+@dataclass(slots=True)
+class Run:
+    """An opened run directory. Only rank 0 writes."""
+
+    path: Path
+    first: int  # the step to go on with
+    checkpoint: Path | None
+    writer: Any = None
+    seconds: dict[str, float] = field(default_factory=dict)  # per stage, of the step at hand
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def episodes(self, step: int, episodes: Sequence[Episode]) -> None:
+        if ranks.rank() == 0:
+            write_episodes(self.path / "episodes" / f"step-{step:06d}.parquet", episodes, overwrite=True)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """One line; seconds per stage go with it."""
+        values |= {f"seconds_{name}": round(s, 4) for name, s in self.seconds.items()}
+        self.seconds = {}
+        if ranks.rank() != 0:
+            return
+        line = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items()}
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+
+def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
+    """A new directory, or one to go on with; what a killed run wrote after its last checkpoint is cut off."""
+    exists = path.exists() and any(path.iterdir())
+    ranks.barrier()
+    if exists and not resume:
+        raise ValueError(f"{path}: exists already; --resume goes on with it, or choose another --output")
+    if resume and not (path / "config.json").is_file():
+        raise ValueError(f"{path}: there is no run to resume (no config.json)")
+    if resume:
+        before = from_tables(json.loads((path / "config.json").read_text()), str(path / "config.json"))
+        if before != config:
+            raise ValueError(f"{path}: was started with other settings: {_difference(before, config)}")
+    checkpoint = latest(path) if resume else None
+    first = 0 if checkpoint is None else int(read_state(checkpoint)["step"])
+    run = Run(path, first, checkpoint)
+    if ranks.rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        if resume:
+            _cut_back(path, first)
+        else:
+            with whole(path / "config.json") as file:
+                file.write_text(config.as_json())
+        from torch.utils.tensorboard import SummaryWriter
+
+        run.writer = SummaryWriter(str(path / "tensorboard"), purge_step=first)
+    ranks.barrier()
+    return run
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Whole lines only: a killed run may have left half of one."""
+    file = path / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    lines = []
+    for text in file.read_text().splitlines(keepends=True):
+        if not text.endswith("\n"):
+            break
+        lines.append(json.loads(text))
+    return lines
+
+
+def _cut_back(path: Path, first: int) -> None:
+    kept = [line for line in read_metrics(path) if line["step"] < first]
+    with whole(path / "metrics.jsonl") as file:
+        file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    for part in (path / "episodes").glob("step-*.parquet"):
+        if int(part.stem.removeprefix("step-")) >= first:
+            part.unlink()
+    for folder in (path / "checkpoints").glob(".step-*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _difference(before: RunConfig, now: RunConfig) -> str:
+    a, b = json.loads(before.as_json()), json.loads(now.as_json())
+    changed = [f"{s}.{k} was {a[s][k]!r}, is {b[s][k]!r}" for s in a for k in a[s] if a[s][k] != b[s][k]]
+    return "; ".join(changed)

@@ -1,0 +1,50 @@
+"""The losses, each a pure function of its terms at the decisions.
+
+Every function gives a *sum*; the caller divides by the count over the global mini-batch, so that neither packing nor
+accumulation nor the number of ranks changes the mean.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def policy_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """Equation (ppo), summed: −Σ_j min(ϱ_j A_j, clip(ϱ_j, 1 − ε, 1 + ε) A_j)."""
+    _flat(logp, logp_old, advantage)
+    ratio = (logp - logp_old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).sum()
+
+
+def value_loss(value: Tensor, value_old: Tensor, target: Tensor, clip: float) -> Tensor:
+    """½ Σ_j max((V − R)², (clip(V, V_old ± ε_V) − R)²): the critic may not move far in one update either."""
+    _flat(value, value_old, target)
+    clipped = value_old + (value - value_old).clamp(-clip, clip)
+    return 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2).sum()
+
+
+def distillation_loss(divergence: Tensor, mask: Tensor) -> Tensor:
+    """Equation (teacher), summed: Σ_j m^T_j KL(p_θ,j ‖ p_T,j). An empty mask gives zero, and no gradient."""
+    _flat(divergence, mask)
+    return torch.where(mask, divergence, 0.0).sum()
+
+
+def entropy_bonus(entropy: Tensor) -> Tensor:
+    """H, summed."""
+    return entropy.sum()
+
+
+def clip_fraction(logp: Tensor, logp_old: Tensor, clip: float) -> Tensor:
+    """How many ratios lie outside [1 − ε, 1 + ε]."""
+    return ((logp - logp_old).exp() - 1).abs().gt(clip).sum()
+
+
+def approximate_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
+    """KL(π_old ‖ π_θ) by Schulman's k3, summed: (ϱ − 1) − log ϱ, never negative."""
+    gap = logp - logp_old
+    return (gap.expm1() - gap).sum()
+
+
+def _flat(*arrays: Tensor) -> None:
+    assert {a.shape for a in arrays} == {(len(arrays[0]),)}, [a.shape for a in arrays]
