@@ -1,1 +1,18 @@
+"""Where answers are found: a corpus, an index of it, and the same over HTTP."""
 
+from memopd.retrieval.build import build_index
+from memopd.retrieval.corpus import Passage, read_corpus, write_corpus
+from memopd.retrieval.index import Hit, Index, open_index
+from memopd.retrieval.info import IndexInfo, read_info
+
+__all__ = [
+    "Hit",
+    "Index",
+    "IndexInfo",
+    "Passage",
+    "build_index",
+    "open_index",
+    "read_corpus",
+    "read_info",
+    "write_corpus",
+]

@@ -1,0 +1,90 @@
+"""Passages: index them, look at an index, serve it."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memopd.cli.options import Json, out, track
+
+index = typer.Typer(help="Build an index of a corpus, look at one.", no_args_is_help=True)
+serve = typer.Typer(help="Offer something over HTTP.", no_args_is_help=True)
+
+
+class Kind(StrEnum):
+    lexical = "lexical"
+    dense = "dense"
+
+
+Model = Annotated[str | None, typer.Option(help="The embedding model of a dense index: a folder or a hub name.")]
+
+
+@index.command()
+def build(
+    corpus: Annotated[Path, typer.Argument(help="JSON lines of id and contents, .jsonl or .jsonl.gz.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The index folder to write.")],
+    kind: Annotated[Kind, typer.Option(help="BM25 (lexical), or embeddings (dense).")] = Kind.lexical,
+    model: Model = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used; count them.")
+    ] = False,
+) -> None:
+    """A corpus in wiki-18's format into an index on disk."""
+    from memopd.retrieval import build_index
+
+    info = build_index(corpus, output, kind, model, skip_bad, track)
+    skipped = f", {info.skipped:,} malformed rows skipped" if info.skipped else ""
+    print(f"{output}: {info.passages:,} passages{skipped}")
+
+
+@index.command()
+def info(
+    folder: Annotated[Path, typer.Argument(metavar="INDEX", help="An index folder.")],
+    as_json: Json = False,
+) -> None:
+    """What an index holds, and what it was built from and with."""
+    from memopd.retrieval import read_info
+
+    known = read_info(folder).as_dict()
+    known["bytes"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if as_json:
+        print(json.dumps(known))
+        return
+    for name, value in known.items():
+        shown = f"{value:,}" if isinstance(value, int) else value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{key} {item}" for key, item in value.items())
+        out.print(f"{name:<14} {shown}", markup=False, highlight=False, soft_wrap=True)
+
+
+@serve.command()
+def retrieval(
+    folder: Annotated[Path, typer.Argument(metavar="INDEX", help="An index folder.")],
+    host: Annotated[str, typer.Option(help="Who may ask: this machine alone, unless you say otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
+    topk: Annotated[int, typer.Option(help="Passages for a request that does not say how many.")] = 3,
+    max_topk: Annotated[int, typer.Option(help="The most a request may ask for.")] = 100,
+    max_queries: Annotated[int, typer.Option(help="The most queries in a request.")] = 512,
+    max_length: Annotated[int, typer.Option(help="The most characters in a query.")] = 4096,
+    model: Model = None,
+) -> None:
+    """An index as a service that speaks Search-R1's protocol: POST /retrieve, GET /health."""
+    import socket
+
+    import uvicorn
+
+    from memopd.retrieval import open_index, read_info
+    from memopd.retrieval.server import Limits, create_app
+
+    known = read_info(folder)
+    app = create_app(open_index(folder, model), Limits(max_queries, max_length, max_topk), topk)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listening:  # here, so that a taken port is one line
+        where = f"[{host}]" if ":" in host else host
+        url = f"http://{where}:{listening.getsockname()[1]}/retrieve"
+        print(f"{url}: {known.passages:,} passages, {known.kind}", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])

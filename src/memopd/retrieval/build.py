@@ -1,0 +1,67 @@
+"""A corpus to an index on disk, which appears under its name only when it is complete."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from memopd import __version__
+from memopd.retrieval.corpus import read_corpus
+from memopd.retrieval.info import IndexInfo, write_info
+
+Track = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps what is walked through, to show progress
+
+
+def build_index(
+    corpus: Path | str,
+    output: Path | str,
+    kind: str = "lexical",
+    model: str | None = None,
+    skip_bad: bool = False,
+    track: Track = lambda _, items: items,
+) -> IndexInfo:
+    """`model`: the embedding model of a dense index, a folder or a hub name."""
+    if kind not in ("lexical", "dense"):
+        raise ValueError(f"kind must be lexical or dense, got {kind!r}")
+    if (kind == "dense") != (model is not None):
+        raise ValueError("a dense index needs an embedding model (--model), a lexical one takes none")
+    passages = read_corpus(corpus, skip_bad)
+    with _new_folder(Path(output)) as folder:
+        if kind == "dense":
+            from memopd.retrieval.dense import write_dense
+
+            assert model is not None
+            count, settings, versions = write_dense(folder, track("passages", passages), model)
+        else:
+            from memopd.retrieval.lexical import write_lexical
+
+            count, settings, versions = write_lexical(folder, track("passages", passages))
+        if count == 0:
+            raise ValueError(f"{corpus}: there is no passage in it")
+        with open(corpus, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        versions = {"memopd": __version__, **versions}
+        info = IndexInfo(kind, count, passages.skipped, Path(corpus).name, digest, settings, versions)
+        write_info(folder, info)
+    return info
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path`; it takes the real name when the block ends well."""
+    if path.exists():
+        raise ValueError(f"{path}: already exists; remove it first or choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

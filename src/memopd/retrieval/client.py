@@ -1,0 +1,69 @@
+"""An index that lives elsewhere: any service that speaks Search-R1's protocol, ours or another."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from memopd.retrieval.corpus import Passage
+from memopd.retrieval.index import Hit, check_k, readable
+
+_AT_ONCE = 256  # queries a request
+_WAITS = (0.5, 2.0)  # seconds before each further attempt
+_TIMEOUT = httpx.Timeout(120.0, connect=5.0)  # an embedding model on a CPU takes its time over 256 queries
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+
+
+class RemoteIndex:
+    """`url` with or without /retrieve at its end. Safe to search from several threads."""
+
+    def __init__(self, url: str, timeout: httpx.Timeout = _TIMEOUT) -> None:
+        self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+        self._client = httpx.Client(timeout=timeout)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        check_k(k)
+        bounds = [*range(0, len(queries), _AT_ONCE), len(queries)]
+        return [hits for a, b in pairwise(bounds) for hits in self._search([readable(q) for q in queries[a:b]], k)]
+
+    def _search(self, queries: list[str], k: int) -> list[list[Hit]]:
+        response = self._ask({"queries": queries, "topk": k, "return_scores": True})
+        if response.is_error:
+            raise ValueError(f"{self.url}: status {response.status_code}: {response.text[:300]}")
+        try:
+            answers = response.json()["result"]
+            found = [[_hit(item) for item in items][:k] for items in answers]
+        except (ValueError, KeyError, TypeError, AttributeError) as why:
+            raise ValueError(f"{self.url}: not an answer in Search-R1's protocol ({why!r})") from None
+        if len(found) != len(queries):
+            raise ValueError(f"{self.url}: {len(found)} answers to {len(queries)} queries")
+        return found
+
+    def _ask(self, question: dict[str, Any]) -> httpx.Response:
+        """What passes is tried again: a service that is starting, overloaded, or dropped the connection."""
+        for wait in (*_WAITS, None):
+            try:
+                response = self._client.post(self.url, json=question)
+                if wait is None or response.status_code not in (429, 500, 502, 503, 504):
+                    return response
+            except httpx.InvalidURL as why:
+                raise ValueError(f"{self.url}: {why}") from None
+            except httpx.TransportError as why:
+                if wait is None:
+                    tries = f"no answer in {len(_WAITS) + 1} tries"
+                    reason = str(why) or type(why).__name__
+                    raise ConnectionError(f"{self.url}: {tries} ({reason}); is it running?") from None
+            time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+
+def _hit(item: dict[str, Any]) -> Hit:
+    document = item["document"]
+    # Search-R1's BM25 service leaves the id out.
+    return Hit(Passage.of(str(document.get("id", "")), document["contents"]), float(item["score"]))

@@ -1,0 +1,136 @@
+"""Retrieval by embedding: a sentence-transformers model and faiss, as E5 wants it.
+
+`query: ` and `passage: ` stand before the text, 256 tokens are read, pooling is the model's own (the mean, for E5 and
+for any folder that does not say), vectors have length 1. The index is flat: inner products with every passage, exact.
+
+    vectors.faiss    row i: the vector of passage i
+    passages.jsonl   line i: passage i
+    offsets.npy      where line i begins, so that a passage is read without the rest
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memopd.retrieval.corpus import Passage
+from memopd.retrieval.index import Hit, check_k, readable
+
+Vectors: TypeAlias = NDArray[np.float32]
+
+_QUERY, _PASSAGE = "query: ", "passage: "
+_TOKENS = 256
+_BATCH = 64
+_CHUNK = 64 * _BATCH  # encoded at once: batches of like length waste less padding
+_NOISE = 1e-5  # what float32 may do to an inner product of unit vectors, and more
+
+
+def write_dense(folder: Path, passages: Iterable[Passage], model: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """The number of passages, the settings, the versions."""
+    import faiss
+    import sentence_transformers
+
+    encoder = _load(model)
+    index = faiss.IndexFlatIP(_width(encoder))
+    offsets = [0]
+    with (folder / "passages.jsonl").open("wb") as file:
+        for chunk in _chunks(passages):
+            index.add(_encode(encoder, [_PASSAGE + passage.contents for passage in chunk]))
+            for passage in chunk:
+                line = json.dumps([passage.id, passage.title, passage.text], ensure_ascii=False).encode() + b"\n"
+                offsets.append(offsets[-1] + file.write(line))
+    np.save(folder / "offsets.npy", np.array(offsets, np.int64))
+    faiss.write_index(index, str(folder / "vectors.faiss"))
+    where = str(Path(model).resolve()) if Path(model).exists() else model
+    settings = {"model": where, "width": index.d, "tokens": _TOKENS, "query": _QUERY, "passage": _PASSAGE}
+    versions = {"faiss": faiss.__version__, "sentence-transformers": sentence_transformers.__version__}
+    return index.ntotal, settings, versions
+
+
+class DenseIndex:
+    """A folder that `write_dense` filled. Safe to search from several threads, one at a time."""
+
+    def __init__(self, folder: Path, model: str | None = None) -> None:
+        import faiss
+
+        from memopd.retrieval.info import read_info
+
+        model = model or read_info(folder).settings["model"]
+        self._index = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP)
+        self._offsets = np.load(folder / "offsets.npy")
+        self._file = (folder / "passages.jsonl").open("rb")
+        self._encoder = _load(model)
+        self._lock = Lock()  # tokenizers change their own settings while they work
+        self._check(model)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        check_k(k)
+        if not queries:
+            return []
+        with self._lock:
+            vectors = _encode(self._encoder, [_QUERY + readable(query) for query in queries])
+            found = zip(queries, vectors, self._rows(vectors, k), strict=True)
+            return [self._best(vector, rows, k) if query.strip() else [] for query, vector, rows in found]
+
+    def _rows(self, vectors: Vectors, k: int) -> list[NDArray[np.int64]]:
+        """For each vector the k best rows, and all that may tie with the last of them."""
+        limit = min(k + 1, self._index.ntotal)
+        while True:
+            scores, rows = self._index.search(vectors, limit)
+            cut = scores[:, min(k, limit) - 1] - _NOISE
+            if limit == self._index.ntotal or (scores[:, -1] < cut).all():
+                return [row[score >= least] for row, score, least in zip(rows, scores, cut, strict=True)]
+            limit = min(4 * limit, self._index.ntotal)
+
+    def _best(self, vector: Vectors, rows: NDArray[np.int64], k: int) -> list[Hit]:
+        """By score, then id. Scored again, because faiss sums in an order that depends on the batch."""
+        stored = np.stack([self._index.reconstruct(int(row)) for row in rows]).astype(np.float64)
+        scores = (stored * vector).sum(axis=1)
+        hits = [Hit(self._passage(int(row)), float(score)) for row, score in zip(rows, scores, strict=True)]
+        return sorted(hits, key=lambda hit: (-hit.score, hit.passage.id))[:k]
+
+    def _passage(self, row: int) -> Passage:
+        begin, end = self._offsets[row], self._offsets[row + 1]
+        return Passage(*json.loads(os.pread(self._file.fileno(), end - begin, begin)))
+
+    def _check(self, model: str) -> None:
+        """The first passage must get the vector it got before."""
+        vector = _encode(self._encoder, [_PASSAGE + self._passage(0).contents])[0]
+        stored = self._index.reconstruct(0)
+        if vector.shape != stored.shape or float(vector @ stored) < 0.99:
+            raise ValueError(f"{model}: not the model that this index was built with; name that one with --model")
+
+
+def _load(model: str) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+        raise ValueError(f"{model}: no such folder; name an embedding model of sentence-transformers")
+    try:
+        encoder = SentenceTransformer(os.path.expanduser(model), model_kwargs={"use_safetensors": True})
+    except (OSError, ValueError) as why:
+        raise ValueError(f"{model}: cannot load an embedding model from there ({why})") from None
+    encoder.max_seq_length = min(_TOKENS, encoder.max_seq_length or _TOKENS)
+    return encoder
+
+
+def _width(encoder: Any) -> int:
+    return _encode(encoder, [_PASSAGE]).shape[1]
+
+
+def _encode(encoder: Any, texts: list[str]) -> Vectors:
+    return encoder.encode(texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
+
+
+def _chunks(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
+    rest = iter(passages)
+    while chunk := list(islice(rest, _CHUNK)):
+        yield chunk
