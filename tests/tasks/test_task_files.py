@@ -110,7 +110,7 @@ def test_written_rows_have_the_schema_of_the_field(tmp_path):
     assert read_tasks(tmp_path / "t.parquet") == [task]
 
 
-def test_tasks_appear_whole_or_not_at_all(tmp_path):
+def test_tasks_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     task = Task("t0", (Question("a", "who", ("x",)),))
     with pytest.raises(ZeroDivisionError):
         write_tasks(tmp_path / "t.parquet", [task], lambda task: str(1 // 0))
@@ -118,6 +118,14 @@ def test_tasks_appear_whole_or_not_at_all(tmp_path):
         write_tasks(tmp_path / "t.parquet", [task, task], ask)
     with pytest.raises(ValueError, match=r"give a name that ends in \.parquet"):
         write_tasks(tmp_path / "t.jsonl", [task], ask)
+
+    def full_disk(table, path):
+        Path(path).write_bytes(b"PAR1")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(pq, "write_table", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_tasks(tmp_path / "t.parquet", [task], ask)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,7 +164,7 @@ def test_rows_of_other_programs(tmp_path, row, expected):
     "content",
     [
         "who founded it?",  # where do the questions begin?
-        "Question: here? Question: or here?",
+        "Question: here?; or Question: here?",  # or here?
         "Questions: who?; when?; where?",  # three for two alias lists
         None,
     ],

@@ -1,0 +1,82 @@
+"""Question sets: group them into tasks of k, and look at what a file of tasks holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memopd.cli.options import out
+
+app = typer.Typer(help="Questions to tasks of k.", no_args_is_help=True)
+
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed rows out, and say how many.")]
+
+
+@app.command()
+def build(
+    questions: Annotated[list[str], typer.Argument(help="FlashRAG .jsonl(.gz), Parquet, or hub:org/dataset:split.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The Parquet to write.")],
+    k: Annotated[int, typer.Option("-k", min=1, help="How many questions a task asks at once.")] = 2,
+    source: Annotated[
+        list[str] | None, typer.Option(help="What a data set is called: once for each file, in order.")
+    ] = None,
+    skip_bad: SkipBad = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many tasks of each data set.")] = None,
+) -> None:
+    """Group consecutive questions of each data set by k, with MEM1's prompt, in Search-R1's and verl's schema."""
+    if source and len(source) != len(questions):
+        raise ValueError(
+            f"--source was given {len(source)} times for {len(questions)} files; give one for each, or none"
+        )
+    from memopd.agent.protocol import user_message
+    from memopd.tasks import Question, Task
+    from memopd.tasks.files import group, read_tasks, write_tasks
+
+    tasks: list[Task] = []
+    left_over = 0
+    for i, path in enumerate(questions):
+        data_sets: dict[str, list[Question]] = {}  # one file may hold several; a task never mixes them
+        for read in read_tasks(path, skip_bad):
+            data_sets.setdefault(source[i] if source else read.source, []).extend(read.questions)
+        for name, asked in data_sets.items():
+            tasks += group(asked, k, name)[:limit]
+            left_over += len(asked) % k
+    if not tasks:
+        raise ValueError(f"{', '.join(questions)}: not one task: no data set has {k} questions")
+    write_tasks(output, tasks, user_message)
+    counts = ", ".join(f"{count} of {name}" for name, count in Counter(task.source for task in tasks).items())
+    print(f"{output}: {len(tasks)} tasks of {k} questions ({counts}); {left_over} questions left over")
+
+
+@app.command()
+def show(
+    tasks: Annotated[str, typer.Argument(help="Tasks as `build` writes them, or anything it reads.")],
+    rows: Annotated[int, typer.Option(min=0, help="How many tasks to print.")] = 3,
+    skip_bad: SkipBad = False,
+) -> None:
+    """How many tasks of which data set, k and kind; and the first few."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from memopd.tasks.files import read_tasks
+
+    read = read_tasks(tasks, skip_bad)
+    table = Table(title=f"{len(read)} tasks", title_justify="left")
+    for heading in ("data set", "k", "tasks", "questions", "aliases", "kinds"):
+        table.add_column(heading, justify="right" if heading in ("k", "tasks", "questions", "aliases") else "left")
+    for name, k in sorted({(task.source, task.k) for task in read}):
+        of_both = [q for task in read if (task.source, task.k) == (name, k) for q in task.questions]
+        kinds = Counter(q.kind for q in of_both if q.kind)
+        aliases = sum(len(q.answers) for q in of_both)
+        table.add_row(
+            escape(name), str(k), str(len(of_both) // k), str(len(of_both)), str(aliases),
+            escape(", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))),
+        )  # fmt: skip
+    out.print(table)
+    for task in read[:rows]:
+        out.print(f"\n{task.id}", markup=False, highlight=False)
+        for question in task.questions:
+            out.print(f"  {question.text}  ->  {' | '.join(question.answers)}", markup=False, highlight=False)

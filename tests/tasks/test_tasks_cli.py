@@ -1,0 +1,86 @@
+"""`memopd tasks build` and `memopd tasks show`."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from memopd.cli.tasks import app
+from memopd.tasks.files import read_tasks
+
+
+def questions(path: Path, count: int, first: int = 0) -> str:
+    rows = [
+        {"id": f"{path.stem}-{i}", "question": f"who is {i}", "golden_answers": [f"number {i}"]}
+        for i in range(first, first + count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def memopd_tasks(*arguments: object):
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=True)
+
+
+def test_build_groups_each_data_set_by_itself(tmp_path):
+    nq, hotpotqa = questions(tmp_path / "nq.jsonl", 5), questions(tmp_path / "hotpotqa.jsonl", 3)
+    done = memopd_tasks("build", nq, hotpotqa, "-k", 2, "-o", tmp_path / "t.parquet")
+    assert done.exit_code == 0, done.output
+    assert "t.parquet: 3 tasks of 2 questions (2 of nq, 1 of hotpotqa); 2 questions left over" in done.output
+    tasks = read_tasks(tmp_path / "t.parquet")
+    assert [(t.source, [q.id for q in t.questions]) for t in tasks] == [
+        ("nq", ["nq-0", "nq-1"]),
+        ("nq", ["nq-2", "nq-3"]),
+        ("hotpotqa", ["hotpotqa-0", "hotpotqa-1"]),
+    ]
+    (message,) = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]["prompt"]
+    assert message["role"] == "user"
+    assert message["content"].strip().endswith("who is 0?; who is 1?")
+
+
+def test_tasks_are_grouped_again_from_parquet(tmp_path):
+    nq, hotpotqa = questions(tmp_path / "nq.jsonl", 5), questions(tmp_path / "hotpotqa.jsonl", 3)
+    memopd_tasks("build", nq, hotpotqa, "-k", 1, "-o", tmp_path / "one.parquet")
+    memopd_tasks("build", nq, hotpotqa, "-k", 2, "-o", tmp_path / "two.parquet")
+    memopd_tasks("build", tmp_path / "one.parquet", "-k", 2, "-o", tmp_path / "again.parquet")
+    assert read_tasks(tmp_path / "again.parquet") == read_tasks(tmp_path / "two.parquet")
+
+
+def test_names_and_limits(tmp_path):
+    path = questions(tmp_path / "train.jsonl", 9)
+    assert memopd_tasks("build", path, "--source", "nq", "--limit", 2, "-o", tmp_path / "t.parquet").exit_code == 0
+    assert [t.id for t in read_tasks(tmp_path / "t.parquet")] == ["nq-q2-train-0", "nq-q2-train-2"]
+    done = memopd_tasks("build", path, path, "--source", "nq", "-o", tmp_path / "t.parquet")
+    assert "--source was given 1 times for 2 files" in str(done.exception)
+    done = memopd_tasks("build", path, path, "-o", tmp_path / "t.parquet")
+    assert "'train-q2-train-0' is there twice; name the data sets apart" in str(done.exception)
+
+
+def test_malformed_rows_are_skipped_only_when_asked(tmp_path, caplog):
+    path = questions(tmp_path / "nq.jsonl", 4)
+    Path(path).write_text(Path(path).read_text() + "{\n")
+    done = memopd_tasks("build", path, "-o", tmp_path / "t.parquet")
+    assert isinstance(done.exception, ValueError)
+    assert "nq.jsonl: line 5: not a line of JSON" in str(done.exception)
+    assert not (tmp_path / "t.parquet").exists()
+    assert memopd_tasks("build", path, "-o", tmp_path / "t.parquet", "--skip-bad").exit_code == 0
+    assert "skipped 1 of 5 rows" in caplog.text
+
+
+def test_too_few_questions_are_no_task(tmp_path):
+    done = memopd_tasks("build", questions(tmp_path / "nq.jsonl", 7), "-k", 8, "-o", tmp_path / "t.parquet")
+    assert "not one task: no data set has 8 questions" in str(done.exception)
+
+
+@pytest.mark.parametrize("name", ["nq.jsonl", "t.parquet"])
+def test_show(tmp_path, name):
+    path = questions(tmp_path / "nq.jsonl", 4)
+    memopd_tasks("build", path, "-k", 1, "-o", tmp_path / "t.parquet")
+    done = memopd_tasks("show", tmp_path / name, "--rows", 1)
+    assert done.exit_code == 0, done.output
+    assert "4 tasks" in done.output
+    assert "nq-q1-nq-0" in done.output
+    assert "who is 0  ->  number 0" in done.output
+    assert "who is 1" not in done.output
