@@ -91,6 +91,7 @@ class TeacherConfig:
 @dataclass(frozen=True, slots=True)
 class SftConfig:
     start: str = ""  # a model folder; or a config.json, for random weights
+    tokenizer: str = ""  # where it does not lie with the model
     episodes: tuple[str, ...] = ()  # stores of interactions to imitate
     dev: tuple[str, ...] = ()
     keep: tuple[str, ...] = ("correct", "valid")  # the paper's filter

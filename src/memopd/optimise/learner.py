@@ -76,12 +76,12 @@ def build(config: RunConfig, device: torch.device) -> Learner:
     )
 
 
-def export(output: Path, learner: Learner, tokenizer: Any) -> None:
+def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:
     """RUN/model: the trained policy as any Hugging Face program loads it."""
-    weights = {name: value.cpu() for name, value in full_state(learner.student).items()}
+    weights = {name: value.cpu() for name, value in full_state(root).items()}
     if ranks.rank() == 0:
         with whole_folder(output / "model") as folder:
-            learner.student.model.save_pretrained(folder, state_dict=weights, safe_serialization=True)
+            root.model.save_pretrained(folder, state_dict=weights, safe_serialization=True)
             tokenizer.save_pretrained(folder)
     ranks.barrier()
 

@@ -45,7 +45,7 @@ class Sampler:
         self.config = config
         self.root = root
         self.tokenizer = tokenizer
-        self.tasks = read_tasks(config.tasks.train)
+        self.tasks = read_tasks(config.tasks.train) if config.tasks.train else []
         self.dev_tasks = read_tasks(config.tasks.dev)[: config.run.dev_tasks] if config.tasks.dev else []
         self.memory = memory_rule(config.tasks.memory, codec_of(tokenizer))
         self.environment = SearchEnvironment(

@@ -11,7 +11,7 @@ from memopd.optimise import checkpoint, ranks
 from memopd.optimise.batch import compile_batches, usable
 from memopd.optimise.check import check_equivalence
 from memopd.optimise.diagnostics import describe, dev_quality, quality, say, warn_left_out
-from memopd.optimise.learner import build, export
+from memopd.optimise.learner import build, export_model
 from memopd.optimise.log import open_run
 from memopd.optimise.scoring import score_batches
 from memopd.optimise.source import Replay, Sampler, Source
@@ -67,6 +67,6 @@ def train(config: RunConfig, output: Path, resume: bool = False, replay: Path | 
             checkpoint.save(output, step + 1, learner.tensors(), {}, config.run.keep)
     if isinstance(source, Sampler):
         source.close()
-    export(output, learner, tokenizer)
+    export_model(output, learner.student, tokenizer)
     ranks.stop()
     return metrics

@@ -98,7 +98,7 @@ def update_actor(
                 ).double().cpu()  # fmt: skip
                 moved = max(moved, float((logp - old).abs().max()))
     ranks.total(sums)
-    norm = _step(root, optimiser, config.max_grad_norm, float(sums.sum()), "the actor's")
+    norm = clipped_step(root, optimiser, config.max_grad_norm, float(sums.sum()), "the actor's")
     ppo, H, kl_all, kl_think, kl_act, n_think, clipped, old_kl = sums.tolist()
     return {
         "loss_ppo": ppo / D,
@@ -126,11 +126,11 @@ def update_critic(
         (loss / D * (ranks.world() if counts else 0.0)).backward()
         loss_sum += float(loss.detach()) * counts
     ranks.total(loss_sum)
-    norm = _step(root, optimiser, config.max_grad_norm, float(loss_sum), "the critic's")
+    norm = clipped_step(root, optimiser, config.max_grad_norm, float(loss_sum), "the critic's")
     return {"loss_value": float(loss_sum) / D, "critic_grad_norm": norm}
 
 
-def _step(root: Any, optimiser: torch.optim.Optimizer, max_norm: float, loss: float, whose: str) -> float:
+def clipped_step(root: Any, optimiser: torch.optim.Optimizer, max_norm: float, loss: float, whose: str) -> float:
     norm = torch.nn.utils.clip_grad_norm_(root.parameters(), max_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if not math.isfinite(loss) or not math.isfinite(float(norm)):
