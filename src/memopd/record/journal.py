@@ -77,6 +77,10 @@ class Journal:
         """The segments that are no longer written to, oldest first."""
         return self._numbers[:-1]
 
+    @property
+    def oldest(self) -> int:
+        return self._numbers[0]
+
     def size(self, segment: int) -> int:
         return self._path(segment).stat().st_size
 
