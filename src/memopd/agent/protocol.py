@@ -104,4 +104,4 @@ def _first(text: str, tag: str) -> str | None:
 def _last(text: str, tag: str) -> str | None:
     stop = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, stop) if stop >= 0 else -1
-    return text[start + len(tag) + 2 : stop] if start >= 0 else None
+    return text[start + len(tag) + 2 : text.find(f"</{tag}>", start)] if start >= 0 else None

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from memopd.cli import audit, bench
+from memopd.cli import audit, bench, retrieval, rollout, tasks, train, world
 from memopd.cli.options import err
 
 app = typer.Typer(
@@ -17,7 +17,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(world.app)
+app.add_typer(tasks.app, name="tasks")
+app.add_typer(retrieval.index, name="index")
+app.add_typer(retrieval.serve, name="serve")
+app.add_typer(rollout.app)
 app.add_typer(audit.app)
+app.add_typer(train.app)
 app.add_typer(bench.app, name="bench")
 
 

@@ -28,7 +28,7 @@ def import_(
 
 @app.command()
 def audit(
-    episodes: Annotated[Path | None, typer.Argument(help="An episode store.")] = None,
+    episodes: Annotated[list[Path] | None, typer.Argument(help="Episode stores.")] = None,
     model: Annotated[str | None, typer.Option(help="The model that sampled them: a folder or a hub name.")] = None,
     teacher: Annotated[str | None, typer.Option(help="Also measure how a teacher's targets change.")] = None,
     dtype: Annotated[Precision, typer.Option()] = Precision.float32,
@@ -37,11 +37,11 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """How wrong is flattened training on these episodes, and is packing exact? Exit status 1 when it is not."""
-    if demo == (episodes is not None) or demo == (model is not None):
+    if demo == bool(episodes) or demo == (model is not None):
         raise ValueError("give EPISODES and --model, or --demo alone")
     from memopd.record import read_episodes
 
-    recorded = [] if episodes is None else list(track("reading", read_episodes(episodes)))
+    recorded = [e for store in episodes or () for e in track("reading", read_episodes(store))]
     from memopd.verify.audit import audit as run_audit
     from memopd.verify.tables import print_audit
 

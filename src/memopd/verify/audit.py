@@ -81,6 +81,18 @@ class RecordedGap:
 
 
 @dataclass(frozen=True, slots=True)
+class Rule:
+    """Packed against independent calls, for the episodes of one context-update rule."""
+
+    memory: str
+    episodes: int
+    decisions: int
+    p99_logprob: float
+    max_logprob: float
+    top1: float
+
+
+@dataclass(frozen=True, slots=True)
 class Audit:
     model: str
     episodes: int
@@ -89,6 +101,7 @@ class Audit:
     representations: tuple[Row, ...]  # Table 3
     corruption: tuple[Row, ...]  # Figure b
     domain: Domain
+    rules: tuple[Rule, ...] = ()  # Table 4
     teacher: tuple[TeacherMismatch, ...] = ()
     recorded: RecordedGap | None = None
     notes: tuple[str, ...] = ()
@@ -163,6 +176,7 @@ def audit(
         ),
         corruption=tuple(corruption),
         domain=domain(episodes),
+        rules=rules(head, episodes, packed, alone, tokens, temperature),
         teacher=mismatch,
         recorded=recorded,
         notes=(*notes, *note),
@@ -179,6 +193,24 @@ CORRUPTIONS = {
 def as_row(representation: str, d: Difference, decisions: int) -> Row:
     changed = round((1 - d.top1) * decisions)
     return Row(representation, d.p99_logprob, d.max_logprob, d.top1, changed, d.false_clip)
+
+
+def rules(
+    head: Head, episodes: Sequence[Episode], packed: Tensor, alone: Tensor, tokens: Tensor, temperature: Tensor
+) -> tuple[Rule, ...]:
+    """One row per memory rule that the episodes were recorded under."""
+    sizes = [sum(len(c.completion) for c in e.calls if c.trainable) for e in episodes]
+    made = []
+    for memory in dict.fromkeys(e.memory for e in episodes):
+        of_rule = [e.memory == memory for e in episodes]
+        which = torch.as_tensor(np.repeat(of_rule, sizes), device=alone.device)
+        d = compare(head, packed[which], head, alone[which], tokens[which], temperature[which])
+        made.append(Rule(memory or "not recorded", sum(of_rule), len(tokens[which]), *_of(d)))
+    return tuple(made)
+
+
+def _of(d: Difference) -> tuple[float, float, float]:
+    return d.p99_logprob, d.max_logprob, d.top1
 
 
 def persistent_states(model: Any, episode: Episode) -> Tensor:

@@ -20,6 +20,15 @@ def print_audit(report: Audit, console: Console) -> None:
     console.print(_representations("Against independent calls", report.representations))
     if report.corruption:
         console.print(_representations("Exact rows with a corrupted state", report.corruption))
+    rules = Table(title="Packed against independent calls, by context update", title_justify="left")
+    for column in ("context update", "episodes", "tokens", "p99 |Δlog p|", "max |Δlog p|", "top-1 %"):
+        rules.add_column(column, justify="left" if column == "context update" else "right")
+    for r in report.rules:
+        rules.add_row(
+            r.memory, f"{r.episodes:,}", f"{r.decisions:,}", f"{r.p99_logprob:.3g}", f"{r.max_logprob:.3g}",
+            f"{100 * r.top1:.2f}",
+        )  # fmt: skip
+    console.print(rules)
     domain = Table(title="Which tokens count as decisions", title_justify="left")
     domain.add_column("mask")
     domain.add_column("positions", justify="right")
@@ -41,10 +50,10 @@ def print_audit(report: Audit, console: Console) -> None:
                 f"{t.p99_logprob:.3g}", f"{t.mean_kl:.3g}",
             )  # fmt: skip
         console.print(teacher)
-    if (r := report.recorded) is not None:
+    if (gap := report.recorded) is not None:
         console.print(
-            f"Recorded against recomputed log-probabilities, {r.decisions:,} tokens: "
-            f"mean |Δ| {r.mean:.2e}, p99 {r.p99:.2e}, k3 {r.k3:.2e}"
+            f"Recorded against recomputed log-probabilities, {gap.decisions:,} tokens: "
+            f"mean |Δ| {gap.mean:.2e}, p99 {gap.p99:.2e}, k3 {gap.k3:.2e}"
         )
     for note in (*report.notes, *e.problems):
         console.print(f"[yellow]{note}[/yellow]")

@@ -1,0 +1,221 @@
+"""Episodes: sample and record them, and say what they are worth."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memopd.cli.options import Json, Precision, device, err, load_model, out, plain
+
+app = typer.Typer()
+log = logging.getLogger("memopd")
+
+PART = 256  # episodes that appear in the store at once
+
+
+class Policy(StrEnum):
+    oracle = "oracle"
+    guess = "guess"
+
+
+class Grading(StrEnum):
+    squad = "squad"
+    mem1 = "mem1"
+
+
+Tasks = Annotated[Path, typer.Argument(metavar="TASKS", help="Parquet or JSON lines of tasks.")]
+Index = Annotated[str, typer.Option(help="An index folder, or the URL of a retrieval service.")]
+Model = Annotated[str | None, typer.Option(help="The policy: a folder or a hub name.")]
+Servers = Annotated[str | None, typer.Option(help="vLLM servers with that model, comma-separated.")]
+Scripted = Annotated[Policy | None, typer.Option(help="A scripted policy instead of a model.")]
+Tokenizer = Annotated[str | None, typer.Option(help="The tokenizer, for a scripted policy.")]
+Memory = Annotated[str, typer.Option(help="The context-update rule: mem1, full_response, suffix:64, ...")]
+Limit = Annotated[int | None, typer.Option(help="Only the first so many tasks.", min=1)]
+Temperature = Annotated[float, typer.Option()]
+MaxTokens = Annotated[int, typer.Option(help="Of a response.")]
+MaxContext = Annotated[int, typer.Option(help="Of a prompt: an episode that needs more ends.")]
+Batch = Annotated[int, typer.Option(help="Episodes at once.")]
+Seed = Annotated[int, typer.Option()]
+Train = Annotated[Path | None, typer.Option(help="Training tasks, for --policy guess to look answers up in.")]
+
+
+@app.command()
+def rollout(
+    tasks: Tasks,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The episode store; goes on where it stopped.")],
+    index: Index,
+    model: Model = None,
+    servers: Servers = None,
+    policy: Scripted = None,
+    tokenizer: Tokenizer = None,
+    memory: Memory = "mem1",
+    samples: Annotated[int, typer.Option(help="Episodes a task.", min=1)] = 1,
+    limit: Limit = None,
+    temperature: Temperature = 1.0,
+    max_tokens: MaxTokens = 1000,
+    max_context: MaxContext = 4096,
+    batch: Batch = 64,
+    seed: Seed = 0,
+    dtype: Annotated[Precision, typer.Option()] = Precision.float32,
+    train: Train = None,
+) -> None:
+    """Sample episodes and record every call: the ids it read, the ids it sampled, their log-probabilities."""
+    from memopd.record import read_episodes, write_episodes
+    from memopd.record.rollout import repeat
+    from memopd.tasks.files import read_tasks
+
+    pairs = list(repeat(read_tasks(tasks)[:limit], samples))
+    if output.suffix == ".parquet":
+        raise ValueError(f"{output}: give a folder: episodes are added to it as they finish")
+    there = any(output.glob("*.parquet")) if output.is_dir() else False
+    done = {e.id for e in read_episodes(output)} if there else set()
+    pairs = [pair for pair in pairs if pair[0] not in done]
+    if done:
+        log.info(f"{output}: has {len(done)} episodes already, {len(pairs)} to go")
+    episodes = Run(
+        pairs, index, model, servers, policy, tokenizer, memory, temperature, max_tokens, max_context, batch, seed,
+        dtype, train,
+    ).episodes()  # fmt: skip
+    counted = progress(episodes, len(pairs))
+    written = 0
+    while part := list(islice(counted, PART)):
+        written += write_episodes(output, part)
+    print(f"{output}: {written + len(done)} episodes")
+
+
+@app.command()
+def evaluate(
+    tasks: Annotated[list[Path], typer.Argument(metavar="TASKS...", help="Files of tasks, e.g. Q2, Q8 and Q16.")],
+    index: Index,
+    model: Model = None,
+    servers: Servers = None,
+    policy: Scripted = None,
+    tokenizer: Tokenizer = None,
+    memory: Memory = "mem1",
+    limit: Limit = None,
+    temperature: Temperature = 1.0,
+    max_tokens: MaxTokens = 1000,
+    max_context: MaxContext = 4096,
+    batch: Batch = 64,
+    seeds: Annotated[int, typer.Option(help="Runs with seeds 0, 1, ...", min=1)] = 1,
+    grading: Annotated[Grading, typer.Option()] = Grading.squad,
+    name: Annotated[str, typer.Option(help="What the table calls the system.")] = "",
+    against: Annotated[Path | None, typer.Option(help="JSON of another system on the same tasks.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write JSON there, per task too.")] = None,
+    dtype: Annotated[Precision, typer.Option()] = Precision.float32,
+    train: Train = None,
+    as_json: Json = False,
+) -> None:
+    """EM, F1, peak, dependency and time: the columns of the paper's Tables 1 and 2."""
+    from memopd.cli.evaluation import evaluate as run
+
+    results = run(
+        tasks,
+        lambda pairs, seed: Run(
+            pairs, index, model, servers, policy, tokenizer, memory, temperature, max_tokens, max_context, batch, seed,
+            dtype, train,
+        ),
+        limit, seeds, grading, name or model or str(policy), f"{'vLLM' if servers else 'local'}, {device_name(policy)}",
+        batch, progress,
+    )  # fmt: skip
+    if output is not None:
+        from memopd.files import whole
+
+        with whole(output) as partial:
+            partial.write_text(json.dumps(plain(results.as_dict()), indent=1) + "\n")
+    if as_json:
+        print(json.dumps(plain(results.as_dict())))
+    else:
+        for table in results.tables(against):
+            out.print(table)
+
+
+def device_name(policy: Policy | None) -> str:
+    return "scripted" if policy else device()
+
+
+def progress(episodes: Iterator[Any], total: int) -> Iterator[Any]:
+    """A bar with episodes/s and sampled tokens/s on a terminal; silence elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    with Progress("episodes", *columns, console=err, disable=not err.is_terminal, transient=True) as bar:
+        import time
+
+        begin, tokens = time.monotonic(), 0
+        task = bar.add_task("", total=total, rate="")
+        for n, episode in enumerate(episodes, 1):
+            tokens += sum(len(c.completion) for c in episode.calls)
+            spent = max(time.monotonic() - begin, 1e-9)
+            bar.update(task, advance=1, rate=f"{n / spent:.1f}/s, {tokens / spent:,.0f} tokens/s")
+            yield episode
+
+
+class Run:
+    """One policy in one environment: everything that an episode needs."""
+
+    def __init__(
+        self, pairs: list[tuple[str, Any]], index: str, model: str | None, servers: str | None,
+        policy: Policy | None, tokenizer: str | None, memory: str, temperature: float, max_tokens: int,
+        max_context: int, batch: int, seed: int, dtype: Precision, train: Path | None,
+    ) -> None:  # fmt: skip
+        if (model is None) == (policy is None):
+            raise ValueError("give --model, or --policy for a scripted one")
+        if policy and not tokenizer:
+            raise ValueError("--policy needs --tokenizer: a folder that has one")
+        from transformers import AutoTokenizer
+
+        from memopd.agent.environment import SearchEnvironment
+        from memopd.agent.memory import memory_rule
+        from memopd.record.rollout import codec_of
+        from memopd.retrieval import open_index
+        from memopd.types import Sampling
+
+        self.pairs = pairs
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or model, trust_remote_code=False)
+        self.memory = memory_rule(memory, codec_of(self.tokenizer))
+        self.rule = memory
+        self.environment = SearchEnvironment(open_index(index), query=self.memory.query)
+        self.sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
+        self.seed, self.batch, self.max_context = seed, batch, max_context
+        self.engine = self._engine(model, servers, policy, dtype, train, max_context + max_tokens)
+
+    def episodes(self) -> Iterator[Any]:
+        from memopd.record.rollout import rollout
+
+        try:
+            yield from rollout(
+                self.engine, self.environment, self.memory, self.tokenizer, self.pairs, self.sampling, self.seed,
+                self.batch, self.max_context, self.rule,
+            )  # fmt: skip
+        finally:
+            if hasattr(self.engine, "close"):
+                self.engine.close()
+
+    def _engine(
+        self, model: str | None, servers: str | None, policy: Policy | None, dtype: Precision, train: Path | None,
+        max_length: int,
+    ) -> Any:  # fmt: skip
+        from memopd.agent.oracle import Guesser, Oracle
+        from memopd.tasks.files import read_tasks
+
+        if policy is Policy.oracle:
+            return Oracle(self.pairs, self.tokenizer, self.seed)
+        if policy is Policy.guess:
+            known = [q for task in read_tasks(train) for q in task.questions] if train else []
+            return Guesser(self.pairs, self.tokenizer, known)
+        assert model is not None
+        if servers:
+            from memopd.engine.vllm import VllmEngine
+
+            return VllmEngine(servers.split(","), self.tokenizer)
+        from memopd.engine.local import LocalEngine
+
+        return LocalEngine(load_model(model, dtype), self.tokenizer, slots=self.batch, max_length=max_length)

@@ -1,0 +1,41 @@
+"""`memopd world`: the embedded world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memopd.cli.options import out, track
+
+app = typer.Typer()
+
+
+@app.command()
+def world(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    passages: Annotated[int, typer.Option(help="200 to 100,000.")] = 20_000,
+    seed: Annotated[int, typer.Option()] = 0,
+    distractors: Annotated[float | None, typer.Option(help="Share of passages with confusable names.")] = None,
+    hops: Annotated[str | None, typer.Option(help="Shares of one-hop, bridge and comparison questions: 4,4,2.")] = None,
+    wordings: Annotated[int | None, typer.Option(help="How many ways to say a thing are used.")] = None,
+    episodes: Annotated[int, typer.Option(help="Oracle episodes of each horizon and memory rule, at most.")] = 4000,
+) -> None:
+    """An invented encyclopedia with its index, tokenizer and tasks, and an oracle's episodes to imitate."""
+    from memopd.record.demonstrations import write_world
+    from memopd.tasks.world import Difficulty
+
+    given = {"distractors": distractors, "wordings": wordings}
+    settings: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if hops is not None:
+        try:
+            shares = [float(part) for part in hops.split(",")]
+        except ValueError:
+            shares = []
+        if len(shares) != 3 or sum(shares) <= 0:
+            raise ValueError(f"--hops takes three shares such as 4,4,2, got {hops!r}")
+        settings["hops"] = tuple(s / sum(shares) for s in shares)
+    made = write_world(folder, passages, seed, Difficulty(**settings), episodes, track)  # type: ignore[arg-type]
+    asked = ", ".join(f"{len(questions):,} {split}" for split, questions in made.questions.items())
+    out.print(f"{folder}: {len(made.passages):,} passages; questions: {asked}", highlight=False)
