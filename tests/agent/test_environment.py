@@ -1,0 +1,90 @@
+"""The search environment: one retrieval request a round, turns that grow with k, every malformed response."""
+
+import pytest
+
+from memopd.agent.environment import Progress, SearchEnvironment, turns_for
+from memopd.agent.protocol import LAST_STOPS, STOPS
+from memopd.retrieval import Hit, Passage
+from memopd.tasks import Question, Task
+
+ONE = Task("t1", (Question("0", "Who?", ("Ann", "Anna")),))
+TWO = Task("t2", (Question("0", "Who?", ("Ann",)), Question("1", "Where?", ("Vel",))))
+
+
+class Index:
+    """Finds a passage that names the query; counts how often it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def search(self, queries, k):
+        self.asked.append(list(queries))
+        return [[Hit(Passage(str(i), f"About {q}", "text"), 1.0) for i in range(k)] for q in queries]
+
+
+@pytest.mark.parametrize(("k", "turns"), [(1, 4), (2, 6), (8, 18), (16, 34)])
+def test_turns_grow_with_k(k, turns):
+    assert turns_for(k) == turns
+
+
+def test_one_request_serves_all_live_episodes():
+    index = Index()
+    live = [
+        Progress(ONE, ("<search>a</search>",)),
+        Progress(TWO, ("<answer>x; y</answer>",)),
+        Progress(TWO, ("<search>b</search>", "<search>c</search>")),
+        Progress(ONE, ("nothing",)),
+        Progress(ONE, ("<search> </search>",)),
+    ]
+    seen = SearchEnvironment(index).step(live)
+    assert index.asked == [["a", "c"]]
+    assert [o.text is None for o in seen] == [False, True, False, True, False]
+    assert "You have 3 turns left." in seen[0].text
+    assert seen[0].text.count("About a") == 3
+    assert "You have 4 turns left." in seen[2].text
+    assert "No results." in seen[4].text  # no keywords: a turn is spent, nobody is asked
+
+
+def test_nobody_searches_nobody_is_asked():
+    index = Index()
+    SearchEnvironment(index).step([Progress(ONE, ("<answer>x</answer>",))])
+    assert index.asked == []
+
+
+def test_the_last_turn_must_answer():
+    environment = SearchEnvironment(Index())
+    search = "<search>a</search>"
+    assert environment.start(ONE).stop == STOPS
+    seen = [environment.step([Progress(ONE, (search,) * n)])[0] for n in (1, 2, 3, 4)]
+    assert [o.stop for o in seen] == [STOPS, STOPS, LAST_STOPS, ()]
+    assert "This is the last turn: answer now." in seen[2].text
+    assert seen[3].text is None  # a search on the last turn ends the episode
+
+
+def test_grades_the_last_response():
+    environment = SearchEnvironment(Index())
+    outcome = environment.grade(TWO, ["<answer>Ann; Vel</answer>", "<answer>Ann; nowhere</answer>"])
+    assert (outcome.reward, outcome.em, outcome.f1) == (1.0, 1.0, 1.0)
+    assert environment.grade(TWO, ["<answer>Ann</answer>"]).reward == 0.0
+    assert environment.grade(TWO, []).reward == 0.0
+    assert SearchEnvironment(Index(), reward="f1").grade(ONE, ["<answer>Ann Bee</answer>"]).reward == pytest.approx(
+        2 / 3
+    )
+
+
+def longest(task, responses):
+    """A user's own reward."""
+    return float(len(responses))
+
+
+def test_a_reward_of_ones_own():
+    environment = SearchEnvironment(Index(), reward=f"{__name__}:longest")
+    assert environment.grade(TWO, ["a", "b"]).reward == 2.0
+
+
+def test_the_memory_rule_may_rewrite_queries():
+    index = Index()
+    SearchEnvironment(index, query=lambda response, keywords: keywords.upper()).step(
+        [Progress(ONE, ("<search>a</search>",))]
+    )
+    assert index.asked == [["A"]]
