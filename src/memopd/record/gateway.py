@@ -222,7 +222,7 @@ class _Gateway:
     def admit(self, request: Request, episode: str) -> None:
         if self._token is not None:
             given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {self._token}".encode()):
                 raise ApiError(401, "invalid_api_key", "wrong or missing bearer token")
         if not _NAME.fullmatch(episode):
             raise ApiError(400, "invalid_name", "an episode's name is 1 to 200 letters, digits and . _ : @ + = , ~ -")

@@ -1,0 +1,79 @@
+"""A recording gateway in front of a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memopd.cli.options import Precision, load_model, looks_local
+
+TOKEN = "MEMOPD_GATEWAY_TOKEN"
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def gateway(
+    store: Annotated[Path, typer.Option(help="The episode store to record to, a directory.")],
+    model: Annotated[str | None, typer.Option(help="The policy: a folder or a hub name.")] = None,
+    server: Annotated[
+        str | None, typer.Option(help="vLLM servers that sample from it (memopd serve policy), separated by commas.")
+    ] = None,
+    port: Annotated[int, typer.Option()] = 8000,
+    host: Annotated[str, typer.Option(help=f"Other machines reach it only with {TOKEN} set.")] = "127.0.0.1",
+    name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
+    max_length: Annotated[int, typer.Option(help="Ids of prompt and completion together; not with --server.")] = 4096,
+    slots: Annotated[int, typer.Option(help="Calls that run at once; not with --server.")] = 64,
+    dtype: Annotated[Precision, typer.Option(help="Not with --server.")] = Precision.float32,
+) -> None:
+    """Record any agent that speaks OpenAI's API: base URL http://HOST:PORT/episodes/NAME/v1 (docs/gateway.md)."""
+    if model is None and server is None:
+        raise ValueError("give --model PATH, or --server URL")
+    token = os.environ.get(TOKEN) or None
+    if token is None and host not in _LOOPBACK:
+        raise ValueError(f"set {TOKEN} to a secret, or keep to --host 127.0.0.1: {host} can be reached by others")
+    if model is None:
+        assert server is not None
+        model = _served(server.split(",")[0])
+    from transformers import AutoTokenizer
+
+    folder = os.path.expanduser(model)
+    if looks_local(folder) and not Path(folder, "config.json").is_file():
+        raise ValueError(f"{folder}: there is no model here (no config.json)")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    engine: Any
+    if server:
+        from memopd.engine.vllm import VllmEngine
+
+        engine = VllmEngine(server.split(","), tokenizer)
+    else:
+        from memopd.engine.local import LocalEngine
+
+        engine = LocalEngine(load_model(folder, dtype), tokenizer, slots=slots, max_length=max_length)
+    try:
+        serve(engine, store, name or Path(folder).name, token, host, port)
+    finally:
+        engine.close()
+
+
+def serve(engine: Any, store: Path, name: str, token: str | None, host: str, port: int) -> None:
+    """Until it is told to stop."""
+    import uvicorn
+
+    from memopd.record.gateway import create_app
+
+    app = create_app(engine, store, model=name, token=token)
+    print(f"memopd: {name!r} at http://{host}:{port}/episodes/NAME/v1, recording to {store}", flush=True)
+    # Failed requests are logged by the gateway, one line each. Calls that still run after 10 s are aborted.
+    uvicorn.run(app, host=host, port=port, log_level="error", access_log=False, timeout_graceful_shutdown=10)
+
+
+def _served(url: str) -> str:
+    """The model that a vLLM server serves: its tokenizer is read from there."""
+    import httpx
+
+    try:
+        return str(httpx.get(f"{url.rstrip('/')}/v1/models", timeout=30).raise_for_status().json()["data"][0]["root"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{url}: it does not say what it serves ({error}); is it up? or give --model too") from None
