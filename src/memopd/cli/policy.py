@@ -1,0 +1,44 @@
+"""A vLLM server that samples from a policy."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memopd.cli.options import looks_local
+
+
+class ServedPrecision(StrEnum):
+    auto = "auto"  # as in the checkpoint
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def policy(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The model: a folder or a hub name.")],
+    host: Annotated[
+        str, typer.Option(help="Whoever reaches it can replace the weights: keep it off open networks.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option()] = 8001,
+    dtype: Annotated[ServedPrecision, typer.Option()] = ServedPrecision.auto,
+    python: Annotated[Path | None, typer.Option(help="An interpreter that has vLLM, if not this one.")] = None,
+) -> None:
+    """Serve a model with vLLM for sampling and training. What follows -- goes to vLLM as it is."""
+    from memopd.engine.vllm_start import become, command, find_vllm
+
+    model = os.path.expanduser(model)
+    if looks_local(model) and not Path(model, "config.json").is_file():
+        raise ValueError(f"{model}: there is no model here (no config.json)")
+    line, environment = command(find_vllm(python), model, host, port, dtype, context.args)
+    become(line, environment)
+
+
+def register(serve: typer.Typer) -> None:
+    """As `policy` among the verbs of `serve`."""
+    serve.command("policy", context_settings={"allow_extra_args": True})(policy)

@@ -1,0 +1,109 @@
+"""What goes over the wire to a vLLM server and back: one request as JSON, one answer checked and taken apart.
+
+The route is vLLM's own for token ids, `/inference/v1/generate`. Unlike `/v1/completions` it answers with the id beside
+every log-probability and with the label of the weights that sampled every token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from memopd.engine.protocol import Request
+from memopd.types import Floats, Ids, StopReason
+
+GENERATE = "/inference/v1/generate"
+
+_STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+_COLDEST = 0.01  # vLLM samples at 0.01 when asked for less: the record would name another distribution
+_NO_LOGPROB = -9999.0  # what vLLM writes for NaN and minus infinity
+
+
+class BadAnswer(Exception):
+    """A server answered, but not with a completion: worth another try."""
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a server has said of one completion so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop: StopReason | None = None  # None: not finished
+    label: str | None = None  # of the weights that sampled it, where the server tells
+
+    def take(self, choice: dict[str, Any]) -> list[int]:
+        """One choice of an answer, or of one event of a stream. Returns the ids that it brought."""
+        ids = [int(i) for i in choice.get("token_ids") or []]
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        if [e["token_id"] for e in entries] != ids:
+            raise BadAnswer(f"{len(ids)} ids came with {len(entries)} log-probabilities, or with those of other ids")
+        for entry in entries:
+            if not math.isfinite(entry["logprob"]) or entry["logprob"] <= _NO_LOGPROB:
+                raise BadAnswer(f"token {entry['token_id']} has log-probability {entry['logprob']}")
+        self.tokens += ids
+        self.logprobs += [float(e["logprob"]) for e in entries]
+        if reason := choice.get("finish_reason"):
+            if reason not in _STOPS:
+                raise BadAnswer(f"the server ended the request itself ({reason})")
+            if not self.tokens:
+                raise BadAnswer("an empty completion")
+            labels = {span["version"] for span in choice.get("weight_versions") or []}
+            if len(labels) > 1:
+                raise BadAnswer(f"weights changed within the completion: {', '.join(sorted(labels))}")
+            self.label = next(iter(labels), None)
+            self.stop = _STOPS[reason]
+        return ids
+
+    def arrays(self) -> tuple[Ids, Floats]:
+        return np.array(self.tokens, np.int32), np.array(self.logprobs, np.float64)
+
+
+def body(request: Request, stream: bool) -> dict[str, Any]:
+    """The JSON that asks for one completion.
+
+    Stop strings are matched over all of the text, special tokens included, and the token in which one ends is kept
+    whole: vLLM cuts text, never ids.
+    """
+    sampling = request.sampling
+    if sampling.temperature < _COLDEST:
+        raise ValueError(f"vLLM samples at temperature {_COLDEST} at the lowest, asked for {sampling.temperature}")
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": request.seed % 2**63,  # vLLM reads -1 as no seed, and a generator takes 64 bits with a sign
+        "logprobs": 0,  # of the sampled token alone
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    if request.stop:
+        parameters["stop"] = list(request.stop)
+    if sampling.max_tokens is not None:  # left out, the server goes on to the end of its context
+        parameters["max_tokens"] = sampling.max_tokens
+    prompt = np.asarray(request.prompt).tolist()
+    return {"token_ids": prompt, "sampling_params": parameters, "stream": stream}
+
+
+def check_end(request: Request, tokenizer: Any) -> None:
+    """vLLM looks for stop strings in what it decodes after the prompt. When the prompt ends inside a character, that
+    is the prompt as well, and a stop string in there would end the completion at once.
+    """
+    if request.stop and tokenizer.decode(list(request.prompt[-8:])).endswith("\ufffd"):
+        raise ValueError(
+            f"the prompt ends inside a character (ids {list(map(int, request.prompt[-3:]))}), where vLLM finds stop "
+            "strings that are not there: end it at a whole one"
+        )
+
+
+def choice_of(answer: Any) -> dict[str, Any] | None:
+    """The one choice of an answer or an event; None where there is none."""
+    if not isinstance(answer, dict):
+        raise BadAnswer("not a JSON object")
+    if error := answer.get("error"):
+        raise BadAnswer(str(error.get("message", error)) if isinstance(error, dict) else str(error))
+    choices = answer.get("choices") or []
+    return choices[0] if choices else None

@@ -1,0 +1,129 @@
+"""Real vLLM servers, started as a user starts them, with tiny models that are made on the spot."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+PYTHON = os.environ.get("MEMOPD_VLLM_PYTHON")
+
+# The verb as `memopd serve` has it, without the rest of the command line.
+VERB = "import typer; from memopd.cli import policy; app = typer.Typer(); policy.register(app); app()"
+
+
+def make_tokenizer(path: Path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    text = "<think>the town on the river</think><search>river Tal</search><answer>Boro; Kallin</answer>"
+    trained.train_from_iterator([text] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>")
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def make_model(path: Path, seed: int, tied: bool = False):
+    """Weights wide enough for peaked distributions: a wrong one shows at the first token."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = make_tokenizer(path)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,  # heads of 32: vLLM's CPU attention knows none of 16
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    model.save_pretrained(path)
+    return model, tokenizer
+
+
+@dataclass
+class Running:
+    url: str
+    process: subprocess.Popen
+    log: Path
+
+    def kill(self):
+        """As a crash or a lost machine: nothing is said, all of it is gone."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def serving(model: Path, port: int | None = None, *rest: str):
+    """A server, as a user starts one. It is not waited for."""
+    port = port or free_port()
+    log = model.parent / f"server-{port}-{time.time():.0f}.log"
+    arguments = [str(model), "--port", str(port), "--dtype", "float32", "--python", PYTHON, "--", "--enforce-eager"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with log.open("w") as lines:
+        process = subprocess.Popen(
+            [sys.executable, "-c", VERB, *arguments, *rest],
+            env=environment, stdout=lines, stderr=lines, start_new_session=True,
+        )  # fmt: skip
+    running = Running(f"http://127.0.0.1:{port}", process, log)
+    try:
+        yield running
+    finally:
+        if process.poll() is None:
+            running.kill()
+
+
+def wait_until_up(*servers: Running, seconds: float = 180):
+    limit = time.monotonic() + seconds
+    for server in servers:
+        while True:
+            try:
+                if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            tail = server.log.read_text()[-2000:]
+            assert server.process.poll() is None, tail
+            assert time.monotonic() < limit, tail
+            time.sleep(0.5)
+
+
+def scorer(model):
+    """What a trainer would say of sampled tokens: every pair alone, unpadded."""
+    import torch
+
+    @torch.no_grad()
+    def score(pairs, temperature):
+        scores = []
+        for prompt, completion in pairs:
+            path = torch.tensor([[*prompt.tolist(), *completion.tolist()]])
+            logits = model(path).logits[0, len(prompt) - 1 : -1] / temperature
+            chosen = torch.tensor(completion.tolist())[:, None]
+            scores.append(logits.log_softmax(-1).gather(1, chosen)[:, 0].double().numpy())
+        return scores
+
+    return score
