@@ -36,6 +36,8 @@ def build(
     """A corpus in wiki-18's format into an index on disk."""
     from memopd.retrieval import build_index
 
+    if kind is Kind.dense:
+        _quiet()
     info = build_index(corpus, output, kind, model, skip_bad, track)
     skipped = f", {info.skipped:,} malformed rows skipped" if info.skipped else ""
     print(f"{output}: {info.passages:,} passages{skipped}")
@@ -81,6 +83,8 @@ def retrieval(
     from memopd.retrieval.server import Limits, create_app
 
     known = read_info(folder)
+    if known.kind == Kind.dense:
+        _quiet()
     app = create_app(open_index(folder, model), Limits(max_queries, max_length, max_topk), topk)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:  # here, so that a taken port is one line
@@ -88,3 +92,11 @@ def retrieval(
         url = f"http://{where}:{listening.getsockname()[1]}/retrieve"
         print(f"{url}: {known.passages:,} passages, {known.kind}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+
+
+def _quiet() -> None:
+    """No bars of other libraries over our own."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -7,11 +7,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from memopd import __version__
 from memopd.retrieval.corpus import read_corpus
 from memopd.retrieval.info import IndexInfo, write_info
 
@@ -46,7 +46,7 @@ def build_index(
             raise ValueError(f"{corpus}: there is no passage in it")
         with open(corpus, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        versions = {"memopd": __version__, **versions}
+        versions = {"memopd": version("memopd"), **versions}
         info = IndexInfo(kind, count, passages.skipped, Path(corpus).name, digest, settings, versions)
         write_info(folder, info)
     return info

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from memopd.retrieval.corpus import Passage
 from memopd.retrieval.index import Hit, check_k, readable
+from memopd.types import Floats
 
 Vectors: TypeAlias = NDArray[np.float32]
 
@@ -30,7 +31,7 @@ _QUERY, _PASSAGE = "query: ", "passage: "
 _TOKENS = 256
 _BATCH = 64
 _CHUNK = 64 * _BATCH  # encoded at once: batches of like length waste less padding
-_NOISE = 1e-5  # what float32 may do to an inner product of unit vectors, and more
+_TIE = 1e-6  # scores this close are one: padding beside longer texts moves a unit vector by about 1e-7
 
 
 def write_dense(folder: Path, passages: Iterable[Passage], model: str) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -85,7 +86,7 @@ class DenseIndex:
         limit = min(k + 1, self._index.ntotal)
         while True:
             scores, rows = self._index.search(vectors, limit)
-            cut = scores[:, min(k, limit) - 1] - _NOISE
+            cut = scores[:, min(k, limit) - 1] - 10 * _TIE
             if limit == self._index.ntotal or (scores[:, -1] < cut).all():
                 return [row[score >= least] for row, score, least in zip(rows, scores, cut, strict=True)]
             limit = min(4 * limit, self._index.ntotal)
@@ -93,7 +94,7 @@ class DenseIndex:
     def _best(self, vector: Vectors, rows: NDArray[np.int64], k: int) -> list[Hit]:
         """By score, then id. Scored again, because faiss sums in an order that depends on the batch."""
         stored = np.stack([self._index.reconstruct(int(row)) for row in rows]).astype(np.float64)
-        scores = (stored * vector).sum(axis=1)
+        scores = _tied(stored @ vector)
         hits = [Hit(self._passage(int(row)), float(score)) for row, score in zip(rows, scores, strict=True)]
         return sorted(hits, key=lambda hit: (-hit.score, hit.passage.id))[:k]
 
@@ -107,6 +108,16 @@ class DenseIndex:
         stored = self._index.reconstruct(0)
         if vector.shape != stored.shape or float(vector @ stored) < 0.99:
             raise ValueError(f"{model}: not the model that this index was built with; name that one with --model")
+
+
+def _tied(scores: Floats) -> Floats:
+    """Each score, or the best of those that lead up to it in steps of at most _TIE."""
+    order = np.argsort(-scores)
+    falling = scores[order]
+    heads = np.r_[True, falling[:-1] - falling[1:] > _TIE]
+    tied = np.empty_like(scores)
+    tied[order] = falling[heads][np.cumsum(heads) - 1]
+    return tied
 
 
 def _load(model: str) -> Any:

@@ -30,23 +30,17 @@ _TITLE = 0.25
 
 _ANALYZER = "memopd_english"
 _WRITER_BYTES = 4_000_000_000  # tantivy's most, taken as needed: few segments, and merging begins at eight
-_THREADS = min(8, os.cpu_count() or 1)
+_SEARCHERS = min(8, os.cpu_count() or 1)
 
 _Found: TypeAlias = tuple[float, tantivy.DocAddress]
 
 
 def write_lexical(folder: Path, passages: Iterable[Passage]) -> tuple[int, dict[str, Any], dict[str, str]]:
     """The number of passages, the settings, the versions."""
-    schema = tantivy.SchemaBuilder()
-    schema.add_text_field("id", stored=True, fast=True, tokenizer_name="raw", index_option="basic")
-    schema.add_text_field("title", tokenizer_name=_ANALYZER, index_option="freq")
-    schema.add_text_field("contents", stored=True, tokenizer_name=_ANALYZER, index_option="freq")
-    index = tantivy.Index(schema.build(), str(folder), sort_by_field="id")
-    index.register_tokenizer(_ANALYZER, _analyzer())
-    writer = index.writer(_WRITER_BYTES, num_threads=1)
+    writer = _writer(folder)
     count = 0
     for passage in passages:
-        writer.add_document(tantivy.Document(id=passage.id, title=passage.title, contents=passage.contents))
+        writer.add_document(_document(passage))
         count += 1
     writer.commit()
     writer.wait_merging_threads()
@@ -66,7 +60,7 @@ class LexicalIndex:
         self._schema = index.schema
         self._searcher = index.searcher()
         self._analyzer = _analyzer()
-        self._pool = ThreadPoolExecutor(_THREADS)  # tantivy lets go of the interpreter while it searches
+        self._pool = ThreadPoolExecutor(_SEARCHERS)  # tantivy lets go of the interpreter while it searches
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         check_k(k)
@@ -76,17 +70,16 @@ class LexicalIndex:
 
     def _search(self, query: str, k: int) -> list[Hit]:
         terms = list(dict.fromkeys(self._analyzer.analyze(readable(query))))
-        if not terms:
-            return []
-        return self._best(tantivy.Query.boolean_query([part for term in terms for part in self._parts(term)]), k)
+        return self._best(self._any_of(terms), k) if terms else []
 
-    def _parts(self, term: str) -> list[tuple[tantivy.Occur, tantivy.Query]]:
-        text = tantivy.Query.term_query(self._schema, "contents", term, "freq")
-        title = tantivy.Query.term_query(self._schema, "title", term, "freq")
-        return [(tantivy.Occur.Should, text), (tantivy.Occur.Should, tantivy.Query.boost_query(title, _TITLE))]
+    def _any_of(self, terms: Sequence[str]) -> tantivy.Query:
+        one = tantivy.Query.term_query
+        texts = [one(self._schema, "contents", term, "freq") for term in terms]
+        titles = [tantivy.Query.boost_query(one(self._schema, "title", term, "freq"), _TITLE) for term in terms]
+        return tantivy.Query.boolean_query([(tantivy.Occur.Should, part) for part in texts + titles])
 
     def _best(self, query: tantivy.Query, k: int) -> list[Hit]:
-        """By score, then id. A tie over the cut is fetched whole, unless there is one segment, which has it in order."""
+        """By score, then id. A tie over the cut is fetched whole, unless there is one segment: that has it in order."""
         limit = k + 1
         while True:
             found = self._searcher.search(query, min(limit, self._searcher.num_docs), count=False).hits
@@ -100,6 +93,20 @@ class LexicalIndex:
     def _passage(self, address: tantivy.DocAddress) -> Passage:
         document = self._searcher.doc(address)
         return Passage.of(document["id"][0], document["contents"][0])
+
+
+def _writer(folder: Path) -> tantivy.IndexWriter:
+    schema = tantivy.SchemaBuilder()
+    schema.add_text_field("id", stored=True, fast=True, tokenizer_name="raw", index_option="basic")
+    schema.add_text_field("title", tokenizer_name=_ANALYZER, index_option="freq")
+    schema.add_text_field("contents", stored=True, tokenizer_name=_ANALYZER, index_option="freq")
+    index = tantivy.Index(schema.build(), str(folder), sort_by_field="id")
+    index.register_tokenizer(_ANALYZER, _analyzer())
+    return index.writer(_WRITER_BYTES, num_threads=1)
+
+
+def _document(passage: Passage) -> tantivy.Document:
+    return tantivy.Document(id=passage.id, title=passage.title, contents=passage.contents)
 
 
 def _candidates(found: list[_Found], k: int) -> list[_Found]:

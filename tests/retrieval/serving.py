@@ -1,0 +1,24 @@
+"""A service on a free port of this machine, in a thread of this process."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import uvicorn
+
+
+@contextmanager
+def serving(app):
+    """Its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,143 @@
+"""The dense index against brute force over embeddings computed by hand, with a tiny random model made here."""
+
+import numpy as np
+import pytest
+import torch
+from ties import WORDS, tied_passages, tied_queries
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
+
+from memopd.retrieval import Passage, build_index, dense, open_index, read_info, write_corpus
+
+PASSAGES = tied_passages(300)
+
+
+def tiny_encoder(folder, seed=0):
+    folder.mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "query", "passage", ":", '"', *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(seed)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertModel(BertConfig(vocab_size=len(words), initializer_range=0.5, **small))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_encoder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    write_corpus(folder / "corpus.jsonl", PASSAGES)
+    build_index(folder / "corpus.jsonl", folder / "index", "dense", model)
+    return folder / "index"
+
+
+@pytest.fixture(scope="module")
+def index(folder):
+    return open_index(folder)
+
+
+def embed(model, texts):
+    """E5's way, one text at a time: the mean over at most 256 tokens, scaled to length 1."""
+    tokenizer, encoder = AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model)
+    vectors = []
+    for text in texts:
+        with torch.no_grad():
+            states = encoder(**tokenizer(text, truncation=True, max_length=256, return_tensors="pt")).last_hidden_state
+        mean = states[0].mean(0).double()
+        vectors.append((mean / mean.norm()).numpy())
+    return np.stack(vectors)
+
+
+def test_answers_are_those_of_brute_force(model, index):
+    queries = tied_queries(50)
+    passages = embed(model, [f"passage: {p.contents}" for p in PASSAGES])
+    scores = embed(model, [f"query: {q}" for q in queries]) @ passages.T
+    for k in (1, 5, 400):
+        for row, hits in zip(scores, index.search(queries, k), strict=True):
+            best = np.sort(row)[::-1][:k]
+            assert [hit.score for hit in hits] == pytest.approx(best, abs=1e-5)
+            by_id = {p.id: score for p, score in zip(PASSAGES, row, strict=True)}
+            assert [hit.score for hit in hits] == pytest.approx([by_id[hit.passage.id] for hit in hits], abs=1e-5)
+
+
+def test_without_its_prefix_a_query_is_another(model, index):
+    """That the check above could have failed."""
+    query = tied_queries(1)[0]
+    passages = embed(model, [f"passage: {p.contents}" for p in PASSAGES])
+    bare = np.sort(embed(model, [query])[0] @ passages.T)[::-1][:5]
+    assert [hit.score for hit in index.search([query], 5)[0]] != pytest.approx(bare, abs=1e-3)
+
+
+def test_a_passage_comes_back_whole(index):
+    known = {p.id: p for p in PASSAGES}
+    for hits in index.search(tied_queries(10), 5):
+        assert [hit.passage for hit in hits] == [known[hit.passage.id] for hit in hits]
+
+
+def test_ties_are_broken_by_id_also_at_the_cut(model, tmp_path):
+    copies = [Passage(f"c{i * 7919 % 101:03}", "amber", "basin cedar") for i in range(60)]
+    write_corpus(tmp_path / "corpus.jsonl", [*PASSAGES, *copies])
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index", "dense", model)
+    index = open_index(tmp_path / "index")
+    queries = ['"amber" basin cedar', *tied_queries(25)]  # as a batch, and alone: faiss computes them differently
+    whole = index.search(queries, 1000)
+    for query, all_ in zip(queries, whole, strict=True):
+        ids = [hit.passage.id for hit in all_ if hit.passage.id.startswith("c")]
+        assert ids == sorted(p.id for p in copies)
+        for k in (1, 7, 59):
+            assert [hit.passage.id for hit in index.search([query], k)[0]] == [hit.passage.id for hit in all_[:k]]
+
+
+def test_long_passages_are_read_to_256_tokens(model, tmp_path):
+    long, longer = ("amber " * 300 + tail for tail in ("basin", "delta delta"))
+    write_corpus(tmp_path / "corpus.jsonl", [Passage("a", "cedar", long), Passage("b", "cedar", longer)])
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index", "dense", model)
+    a, b = open_index(tmp_path / "index").search(["amber"], 2)[0]
+    assert a.score == b.score
+    assert a.score == pytest.approx(
+        float(embed(model, ["query: amber"])[0] @ embed(model, [f'passage: "cedar"\n{long}'])[0]), abs=1e-5
+    )
+
+
+def test_many_chunks_are_one_index(model, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(dense, "_CHUNK", 7)
+    build_index(folder.parent / "corpus.jsonl", tmp_path / "index", "dense", model)
+    queries = tied_queries(20)
+    again, first = (open_index(f).search(queries, 5) for f in (tmp_path / "index", folder))
+    for one, other in zip(again, first, strict=True):
+        assert [hit.score for hit in one] == pytest.approx([hit.score for hit in other], abs=1e-6)
+
+
+def test_nothing_to_look_for_finds_nothing(index):
+    assert index.search([], 3) == []
+    empty, some, blank = index.search(["", "amber", " \n"], 3)
+    assert (empty, len(some), blank) == ([], 3, [])
+
+
+def test_what_it_was_built_with(folder, model):
+    info = read_info(folder)
+    assert (info.kind, info.passages) == ("dense", 300)
+    assert (info.settings["model"], info.settings["width"], info.settings["tokens"]) == (model, 32, 256)
+
+
+def test_another_model_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="not the model that this index was built with"):
+        open_index(folder, tiny_encoder(tmp_path / "other", seed=1))
+
+
+@pytest.mark.parametrize("missing", ["/no/such/folder", "no-such-organisation/no-such-model"])
+def test_a_missing_model(missing, folder, tmp_path):
+    with pytest.raises(ValueError, match=missing):
+        build_index(folder.parent / "corpus.jsonl", tmp_path / "index", "dense", missing)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_belongs_to_the_kind(folder, tmp_path):
+    for kind, model in (("dense", None), ("lexical", "any")):
+        with pytest.raises(ValueError, match="--model"):
+            build_index(folder.parent / "corpus.jsonl", tmp_path / "index", kind, model)

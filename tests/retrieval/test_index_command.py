@@ -1,0 +1,124 @@
+"""`memopd index` and `memopd serve retrieval` as a person meets them."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from hashlib import sha256
+
+import httpx
+import pytest
+import typer
+from ties import tied_passages
+from typer.testing import CliRunner
+
+from memopd.cli import retrieval
+from memopd.retrieval import build_index, open_index, write_corpus
+
+app = typer.Typer()
+app.add_typer(retrieval.index, name="index")
+app.add_typer(retrieval.serve, name="serve")
+
+SERVE = [sys.executable, "-c", "from memopd.cli.retrieval import retrieval; import typer; typer.run(retrieval)"]
+
+
+def memopd(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("command") / "corpus.jsonl"
+    write_corpus(path, tied_passages(300))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(corpus):
+    build_index(corpus, corpus.with_name("index"))
+    return corpus.with_name("index")
+
+
+def test_build_and_info(corpus, tmp_path):
+    done = memopd("index", "build", corpus, "-o", tmp_path / "deep" / "index")
+    assert (done.exit_code, done.output) == (0, f"{tmp_path / 'deep' / 'index'}: 300 passages\n")
+    assert len(open_index(tmp_path / "deep" / "index").search(["amber"], 3)[0]) == 3
+    info = json.loads(memopd("index", "info", tmp_path / "deep" / "index", "--json").output)
+    assert (info["kind"], info["passages"], info["skipped"]) == ("lexical", 300, 0)
+    assert info["corpus_sha256"] == sha256(corpus.read_bytes()).hexdigest()
+    assert set(info["versions"]) == {"memopd", "tantivy"}
+    assert info["bytes"] > 1000
+
+
+def test_info_for_a_person(folder):
+    shown = memopd("index", "info", folder).output
+    assert "passages       300" in shown
+    assert "lexical" in shown
+
+
+def test_skipped_rows_are_counted(corpus, tmp_path):
+    (tmp_path / "corpus.jsonl").write_bytes(corpus.read_bytes() + b"{\n[]\n")
+    with pytest.raises(ValueError, match=r"corpus\.jsonl: line 301: not JSON"):
+        memopd("index", "build", tmp_path / "corpus.jsonl", "-o", tmp_path / "index")
+    done = memopd("index", "build", tmp_path / "corpus.jsonl", "-o", tmp_path / "index", "--skip-bad")
+    assert done.output == f"{tmp_path / 'index'}: 300 passages, 2 malformed rows skipped\n"
+
+
+def test_an_index_appears_whole_or_not_at_all(corpus, tmp_path):
+    (tmp_path / "bad.jsonl").write_bytes(corpus.read_bytes() + b"{\n")
+    (tmp_path / "empty.jsonl").write_bytes(b"\n")
+    for name, why in (("bad", "line 301"), ("empty", "there is no passage in it")):
+        with pytest.raises(ValueError, match=why):
+            memopd("index", "build", tmp_path / f"{name}.jsonl", "-o", tmp_path / "index")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "empty.jsonl"]
+
+
+def test_what_exists_is_refused(corpus, folder, tmp_path):
+    before = sorted(folder.iterdir())
+    (tmp_path / "file").write_text("mine")
+    for taken in (folder, tmp_path / "file"):
+        with pytest.raises(ValueError, match="already exists; remove it first or choose another name"):
+            memopd("index", "build", corpus, "-o", taken)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_what_is_no_index(tmp_path):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "memopd-index.json").write_text("{}")
+    for name, why in (("none", "no such folder"), (".", "not an index"), ("damaged", "build the index again")):
+        for verb in (["index", "info"], ["serve", "retrieval"]):
+            with pytest.raises(ValueError, match=why):
+                memopd(*verb, tmp_path / name)
+
+
+def test_an_index_without_its_files(corpus, tmp_path):
+    build_index(corpus, tmp_path / "index")
+    (tmp_path / "index" / "meta.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be opened"):
+        open_index(tmp_path / "index")
+
+
+def test_serve(folder):
+    with subprocess.Popen([*SERVE, folder, "--port", "0", "--topk", "2"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            url = line.split(": ")[0]
+            assert line == f"{url}: 300 passages, lexical\n"
+            assert url.startswith("http://127.0.0.1:")
+            assert len(httpx.post(url, json={"queries": ["amber"]}).json()["result"][0]) == 2
+            assert len(open_index(url).search(["amber"], 5)[0]) == 5
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+
+
+def test_a_port_that_is_taken(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        memopd("serve", "retrieval", folder, "--port", taken.getsockname()[1])
+
+
+def test_nothing_heavy_is_imported_for_help():
+    heavy = {"tantivy", "torch", "fastapi", "faiss", "httpx", "uvicorn", "transformers"}
+    check = f"import sys, memopd.cli.retrieval, memopd.retrieval; assert not {heavy!r} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", check], check=True)
