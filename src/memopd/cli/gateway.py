@@ -23,7 +23,9 @@ def gateway(
     port: Annotated[int, typer.Option()] = 8000,
     host: Annotated[str, typer.Option(help=f"Other machines reach it only with {TOKEN} set.")] = "127.0.0.1",
     name: Annotated[str | None, typer.Option(help="What clients call the model; its folder's name by default.")] = None,
-    max_length: Annotated[int, typer.Option(help="Ids of prompt and completion together; not with --server.")] = 4096,
+    max_length: Annotated[
+        int | None, typer.Option(help="Ids of prompt and completion together; not with --server.")
+    ] = None,
     slots: Annotated[int, typer.Option(help="Calls that run at once; not with --server.")] = 64,
     dtype: Annotated[Precision, typer.Option(help="Not with --server.")] = Precision.float32,
 ) -> None:
