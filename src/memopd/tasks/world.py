@@ -21,7 +21,7 @@ from memopd.tasks.world_questions import Asker
 
 SPLITS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 HOPS = ("one-hop", "bridge", "comparison")
-SMALLEST, LARGEST = 300, 200_000
+SMALLEST, LARGEST = 200, 200_000
 
 _NEAR_MISS = ""  # the split of the near misses
 _RELATIONS = {kind: [r for r in RELATIONS if r.kind == kind] for kind in KINDS}

@@ -71,7 +71,7 @@ class Names:
         given = [f"{next(self.words)} {{}}" for _ in range(min(300, passages // 5))]
         self.styles: dict[str, Sequence[str]] = {kind: KINDS[kind].styles or given for kind in KINDS}
         self.surnames: list[str] = []
-        self._shared: set[str] = set()  # by two people with a passage
+        self._shared: set[str] = set()  # stems of two that have a passage
         self.bearers: Counter[str] = Counter()  # of a stem: people, with a passage or without, or things of one kind
         self._taken: set[str] = set()
 
@@ -88,23 +88,25 @@ class Names:
 
     def person(self) -> str:
         """Of somebody without a passage, who often has the surname of one with."""
-        if self.dice.random() < 0.5:
-            self.surnames.append(next(self.words))
-            return self._name(self.styles["person"], self.surnames[-1])
-        return self._name(self.styles["person"])
+        stem = self.dice.pick(self.surnames)
+        if stem in self._shared or self.dice.random() < 0.4:
+            stem = next(self.words)
+            self.surnames.append(stem)
+        return self._name(self.styles["person"], stem)
 
     def minor(self, styles: Sequence[str]) -> str:
         """Of a street, a prize, ... called after a surname."""
-        return self._name(styles, count=0)
+        while (name := self.dice.pick(styles).format(self.dice.pick(self.surnames))) in self._taken:
+            pass
+        self._taken.add(name)
+        return name
 
-    def _name(self, styles: Sequence[str], stem: str = "", count: int = 1) -> str:
-        while True:
-            word = stem or self.dice.pick(self.surnames)
-            name = self.dice.pick(styles).format(word)
-            if name not in self._taken and (stem or word not in self._shared):
-                self._taken.add(name)
-                self.bearers[word] += count
-                return name
+    def _name(self, styles: Sequence[str], stem: str) -> str:
+        while (name := self.dice.pick(styles).format(stem)) in self._taken:
+            pass
+        self._taken.add(name)
+        self.bearers[stem] += 1
+        return name
 
     def aliases(self, entity: Entity) -> tuple[str, ...]:
         answers = [entity.name]

@@ -43,7 +43,8 @@ class Asker:
             relation = value.relation
             if inverse and relation.inverse:
                 text = self._word(relation.inverse).format(o=value.text)
-                step = replace(_step(entity, value), query=f"{value.text} {relation.keyword}")
+                # The name alone: it has no passage of its own that would outweigh those where a keyword also stands.
+                step = replace(_step(entity, value), query=value.text)
                 yield from self._unless_given_away("one-hop", text, self.names.aliases(entity), step)
             elif not inverse:
                 text = self._word(relation.asks).format(s=self._mention(entity))
