@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model.dtype": ("float32", "bfloat16"),
+    "model.dtype": ("float32", "bfloat16", "float64"),
     "model.attention": ("auto", "dense", "flex", "cascade"),
     "tasks.grading": ("squad", "mem1"),
     "optimise.advantages": ("gae", "group"),
@@ -24,12 +25,22 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "teacher.mask": ("all", "think", "action"),
 }
 
+ABOVE_ZERO = {
+    *("tasks.topk", "tasks.max_context", "sampling.temperature", "sampling.max_tokens", "sampling.batch"),
+    *(f"optimise.{f}" for f in ("steps", "tasks", "samples", "epochs", "mini_batch", "budget", "max_grad_norm")),
+    *("sft.tokens", "sft.batch", "run.save_every", "run.keep", "run.dev_tasks"),
+}
+SHARES = {
+    *(f"optimise.{f}" for f in ("gamma", "gae_lambda", "warmup", "critic_warmup", "clip")),
+    "sft.short",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     student: str = ""  # π_θ at the start, and π_ref: a folder or a hub name
     teacher: str = ""  # π_T, frozen; empty only with teacher.state = "none"
-    dtype: str = "float32"  # of the forward and backward pass; master weights are float32
+    dtype: str = "float32"  # of the passes; master weights stay float32 under bfloat16; float64 is for checks
     attention: str = "auto"
     checkpointing: bool = False  # recompute activations in the backward pass
 
@@ -52,6 +63,7 @@ class SamplingConfig:
     temperature: float = 1.0
     max_tokens: int = 1000  # a response
     batch: int = 64  # episodes at once
+    replay: str = ""  # a store of recorded episodes to train on instead of sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +109,7 @@ class SftConfig:
     keep: tuple[str, ...] = ("correct", "valid")  # the paper's filter
     tokens: int = 50_000_000  # sampled and read, in all
     batch: int = 24_576  # tokens an optimiser step
-    lr: float = 8e-4
-    warmup: float = 0.02
+    lr: float = 8e-4  # after a short warm-up; falls to a tenth by a cosine
     short: float = 0.6  # for this share of the run only episodes of at most short_k questions
     short_k: int = 2
 
@@ -137,9 +148,6 @@ def load_config(path: str | Path, overrides: dict[str, str] | None = None) -> Ru
         table = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: not TOML: {error}") from None
-    for section, values in table.items():
-        if section not in SECTIONS or not isinstance(values, dict):
-            raise ValueError(f"{path}: unknown section [{section}]: choose from {', '.join(SECTIONS)}")
     config = from_tables(table, str(path))
     for name, text in (overrides or {}).items():
         section, _, key = name.partition(".")
@@ -152,10 +160,12 @@ def load_config(path: str | Path, overrides: dict[str, str] | None = None) -> Ru
     return config
 
 
-def from_tables(table: dict[str, dict[str, Any]], source: str) -> RunConfig:
+def from_tables(table: dict[str, Any], source: str) -> RunConfig:
     """Also reads back what `as_json` wrote."""
     parts = {}
     for section, values in table.items():
+        if section not in SECTIONS or not isinstance(values, dict):
+            raise ValueError(f"{source}: unknown section [{section}]: choose from {', '.join(SECTIONS)}")
         default = SECTIONS[section]()  # type: ignore[operator]
         typed = {
             key: _typed(_kind(default, key, f"{source}: {section}.{key}"), value, f"{source}: {section}.{key}")
@@ -170,20 +180,21 @@ def check(config: RunConfig) -> None:
         section, key = name.split(".")
         if (value := getattr(getattr(config, section), key)) not in choices:
             raise ValueError(f"{name}: {value!r} is not one of {', '.join(choices)}")
-    for section in ("optimise", "sampling", "sft", "run", "teacher", "tasks"):
+    for section in SECTIONS:
         part = getattr(config, section)
         for f in fields(part):
-            value = getattr(part, f.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-                raise ValueError(f"{section}.{f.name}: must not be negative, got {value}")
-    o = config.optimise
-    for name in ("steps", "tasks", "samples", "epochs", "mini_batch", "budget"):
-        if getattr(o, name) < 1:
-            raise ValueError(f"optimise.{name}: must be 1 or more")
-    if o.advantages == "group" and o.samples < 2:
+            value, name = getattr(part, f.name), f"{section}.{f.name}"
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if not math.isfinite(value):
+                    raise ValueError(f"{name}: must be a finite number, got {value}")
+                if value < 0:
+                    raise ValueError(f"{name}: must not be negative, got {value}")
+                if name in ABOVE_ZERO and value == 0:
+                    raise ValueError(f"{name}: must be above 0")
+                if name in SHARES and value > 1:
+                    raise ValueError(f"{name}: is a share, at most 1, got {value}")
+    if config.optimise.advantages == "group" and config.optimise.samples < 2 and not config.sampling.replay:
         raise ValueError('optimise.advantages = "group" compares the episodes of a task: optimise.samples must be 2 up')
-    if config.sampling.temperature <= 0:
-        raise ValueError("sampling.temperature: must be above 0")
 
 
 def _kind(part: Any, key: str, where: str) -> Any:

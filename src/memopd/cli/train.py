@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -18,14 +20,20 @@ ANY_FIELD = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command(context_settings=ANY_FIELD)
-def sft(context: typer.Context, config: Config, output: Output, resume: Resume = False) -> None:
+def sft(
+    context: typer.Context,
+    config: Config,
+    output: Output,
+    resume: Resume = False,
+    keep: Annotated[str | None, typer.Option(help="Which interactions to imitate: correct,valid.")] = None,
+) -> None:
     """Supervised training on recorded interactions, every response in its exact state."""
     from memopd.config import load_config
 
-    settings = load_config(config, overrides(context.args))
-    from memopd.optimise.sft import sft as run
-
+    settings = load_config(config, overrides(context.args, {"sft.keep": keep}))
     with one_line_for_memory():
+        from memopd.optimise.sft import sft as run
+
         run(settings, output, resume)
     print(output / "model")
 
@@ -39,25 +47,23 @@ def train(
     teacher_state: Annotated[
         str | None, typer.Option(help="aligned (MemOPD), persistent (the control), none (PPO).")
     ] = None,
-    replay: Annotated[Path | None, typer.Option(help="Train on recorded episodes instead of sampling.")] = None,
+    replay: Annotated[str | None, typer.Option(help="Train on recorded episodes instead of sampling.")] = None,
 ) -> None:
     """PPO with on-policy distillation in exact states."""
     from memopd.config import load_config
 
-    given = overrides(context.args)
-    if teacher_state is not None:
-        given["teacher.state"] = teacher_state
-    settings = load_config(config, given)
-    from memopd.optimise.train import train as run
-
+    short = {"teacher.state": teacher_state, "sampling.replay": replay}
+    settings = load_config(config, overrides(context.args, short))
     with one_line_for_memory():
-        run(settings, output, resume, replay)
+        from memopd.optimise.train import train as run
+
+        run(settings, output, resume)
     print(output / "model")
 
 
-def overrides(arguments: list[str]) -> dict[str, str]:
-    """`--optimise.lr 1e-5` or `--optimise.lr=1e-5`."""
-    found: dict[str, str] = {}
+def overrides(arguments: list[str], short: dict[str, str | None]) -> dict[str, str]:
+    """`--optimise.lr 1e-5` or `--optimise.lr=1e-5`; `short` are fields that have an option of their own."""
+    found = {name: value for name, value in short.items() if value is not None}
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")
@@ -72,16 +78,19 @@ def overrides(arguments: list[str]) -> dict[str, str]:
     return found
 
 
-class one_line_for_memory:
+@contextmanager
+def one_line_for_memory() -> Iterator[None]:
     """Out of memory is something a user can act on: one line, not a traceback."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch's own kinds are RuntimeErrors, on a CPU no special one
+        said = str(error).splitlines()[0] if str(error) else "out of memory"
+        if not isinstance(error, MemoryError) and not any(sign in said for sign in NO_MEMORY):
+            raise
+        raise ValueError(
+            f"{said}: lower optimise.budget, set model.checkpointing = true, or use more ranks; the last checkpoint "
+            "is intact"
+        ) from error
 
-    def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        import torch
-
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            raise ValueError(
-                f"out of memory ({str(error).splitlines()[0] if str(error) else 'host'}): lower optimise.budget, set "
-                "model.checkpointing = true, or use more ranks; the last checkpoint is intact"
-            ) from error
+NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -41,11 +41,10 @@ def gae(
 ) -> Tensor:
     """Equation (gae): δ_n = r̃_n + γ·V_{n+1} − V_n,  A_n = δ_n + γλ·A_{n+1}."""
     _flat(reward, value, last)
-    goes_on = (~last).to(value)
-    next_value = torch.cat([value[1:], value.new_zeros(1)]) * goes_on
-    delta = reward + gamma * next_value - value
-    decay = (gamma * lam * goes_on).tolist()
-    advantage, carried = delta.tolist(), 0.0  # in double precision, from the last decision to the first
+    goes_on, V = (~last).double(), value.double()  # the recursion sums thousands of terms
+    next_V = torch.cat([V[1:], V.new_zeros(1)]) * goes_on
+    delta = reward.double() + gamma * next_V - V
+    advantage, decay, carried = delta.tolist(), (gamma * lam * goes_on).tolist(), 0.0
     for n in reversed(range(len(advantage))):
         carried = advantage[n] + decay[n] * carried
         advantage[n] = carried
@@ -53,36 +52,37 @@ def gae(
 
 
 def group_advantages(
-    episode_return: Tensor,  # [E]
+    outcome: Tensor,  # [E] what each episode earned
     group: Tensor,  # [E] episodes of one task have one number
     episode: Tensor,  # [D] the episode of each decision
-    scale: bool = True,
 ) -> Tensor:
     """Without a critic: every decision of an episode gets (R − mean of its group) / standard deviation of its group.
 
-    A group that all agrees, or has one member, teaches nothing: zero.
+    A group that all agrees, or has one member, teaches nothing: zero. In double precision, so that equal rewards have
+    an equal mean; a deviation that is rounding must not be blown up to one.
     """
-    groups, index = group.unique(return_inverse=True)
-    size = torch.zeros(len(groups), dtype=episode_return.dtype).index_add(0, index, torch.ones_like(episode_return))
-    mean = torch.zeros_like(size).index_add(0, index, episode_return) / size
-    centred = episode_return - mean[index]
-    if scale:
-        variance = torch.zeros_like(size).index_add(0, index, centred**2) / (size - 1).clamp(min=1)
-        centred = torch.where(variance[index] > 0, centred / variance[index].sqrt().clamp(min=1e-8), 0.0)
-    return centred[episode]
+    _, index, size = group.unique(return_inverse=True, return_counts=True)
+    R = outcome.double()
+    mean = R.new_zeros(len(size)).index_add(0, index, R) / size
+    centred = R - mean[index]
+    variance = R.new_zeros(len(size)).index_add(0, index, centred**2) / (size - 1).clamp(min=1)
+    deviation = variance.sqrt()[index]
+    return torch.where(deviation > 1e-6, centred / deviation, 0.0)[episode].to(outcome)
 
 
 def whiten(advantage: Tensor) -> Tensor:
-    """Zero mean, unit variance over the batch. verl does it; the paper is silent: a setting."""
+    """Zero mean, unit variance over the batch, as verl does it: (A − mean) / √(variance + 1e-8)."""
     if len(advantage) < 2:
         return torch.zeros_like(advantage)
-    return (advantage - advantage.mean()) / advantage.std().clamp(min=1e-8)
+    A = advantage.double()
+    return ((A - A.mean()) / (A.var() + 1e-8).sqrt()).to(advantage)
 
 
 def explained_variance(value: Tensor, target: Tensor) -> float:
     """1 − Var(target − V) / Var(target): 1 is a perfect critic, 0 one that knows the mean."""
-    variance = target.var()
-    return float(1 - (target - value).var() / variance) if len(target) > 1 and variance > 0 else 0.0
+    if len(target) < 2 or not (variance := target.double().var()) > 0:
+        return 0.0
+    return float(1 - (target.double() - value.double()).var() / variance)
 
 
 def _flat(*arrays: Tensor) -> None:

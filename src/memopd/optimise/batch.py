@@ -20,6 +20,7 @@ from memopd.types import Call, Episode, Ids
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
+Floats: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class MiniBatch:
     call: Ints  # [D] its call, an index into `calls`
     last: Bools  # [D] the episode's last decision
     call_last: Bools  # [D] its call's last decision
-    tokens: int  # rows that independent calls would need
+    call_reward: Floats  # [calls] r_t
 
     def __len__(self) -> int:
         return len(self.episode)
@@ -47,6 +48,11 @@ class MiniBatch:
     @property
     def rows(self) -> int:
         return sum(len(w.packed) for w in self.work)
+
+    @property
+    def tokens(self) -> int:
+        """Rows that independent calls would need."""
+        return sum(map(path_length, self.calls))
 
     def persistent(self) -> tuple[Work, ...]:
         """The control: one flattened history per episode, in place of the packs."""
@@ -57,16 +63,13 @@ class MiniBatch:
 
 def mini_batch(episodes: Sequence[Episode], budget: int, micro_batch: int = 0, share: bool = True) -> MiniBatch:
     """Packs of at most `budget` rows; the calls of at most `micro_batch` episodes share them (0: of all)."""
-    of_episode = [[c for c in e.calls if c.trainable] for e in episodes]
-    calls = [c for of in of_episode for c in of]
+    calls = [c for e in episodes for c in e.calls if c.trainable]
+    owner = np.repeat(np.arange(len(episodes)), [sum(c.trainable for c in e.calls) for e in episodes])
     size = np.array([len(c.completion) for c in calls], np.int64)
     first = np.concatenate([[0], np.cumsum(size)])
     call = np.repeat(np.arange(len(calls)), size)
-    owner = np.repeat(np.arange(len(episodes)), [len(of) for of in of_episode])
     episode = owner[call]
-    ends = np.zeros(len(call), np.bool_)
-    ends[first[1:] - 1] = True
-    work = []
+    work: list[Work] = []
     step = micro_batch or len(episodes)
     for at in range(0, len(episodes), step):
         start, stop = np.searchsorted(owner, [at, at + step])
@@ -79,8 +82,8 @@ def mini_batch(episodes: Sequence[Episode], budget: int, micro_batch: int = 0, s
         episode,
         call,
         np.diff(episode, append=-1) != 0,
-        ends,
-        sum(len(c.path) for c in calls),
+        np.diff(call, append=-1) != 0,
+        np.array([r for e in episodes for r in _call_rewards(e)]),
     )
 
 
@@ -92,7 +95,22 @@ def _places(packed: Packed, first: Ints) -> Ints:
     return first[call] + within
 
 
-def usable(episodes: Sequence[Episode], budget: int) -> tuple[list[Episode], list[str]]:
+def _call_rewards(episode: Episode) -> list[float]:
+    """r_t of the trainable calls. What a call earned that is context only was earned by the last sampled action."""
+    rewards: list[float] = []
+    for call in episode.calls:
+        if call.trainable:
+            rewards.append(call.reward)
+        elif rewards:
+            rewards[-1] += call.reward
+    return rewards
+
+
+def path_length(call: Call) -> int:
+    return len(call.prompt) + len(call.completion) - 1
+
+
+def usable(episodes: Sequence[Episode], budget: int, temperature: float) -> tuple[list[Episode], list[str]]:
     """(what can be trained on, why each other one cannot).
 
     The episode is the atom: one over-long call leaves it out whole. The flattened history must fit too, whether or
@@ -100,21 +118,31 @@ def usable(episodes: Sequence[Episode], budget: int) -> tuple[list[Episode], lis
     """
     kept, reasons = [], []
     for episode in episodes:
-        longest = max(len(c.path) for c in episode.calls)
+        _check_distribution(episode, temperature)
         if not any(c.trainable for c in episode.calls):
             reasons.append(f"episode {episode.id!r}: none of its calls is trainable")
-        elif longest > budget:
+        elif (longest := max(path_length(c) for c in episode.calls if c.trainable)) > budget:
             reasons.append(f"episode {episode.id!r}: a call needs {longest} rows and the budget is {budget}")
         elif (flat := len(persistent_history(episode))) > budget:
             reasons.append(f"episode {episode.id!r}: its flattened history has {flat} rows and the budget is {budget}")
-        elif episode.sampling.top_p < 1 or episode.sampling.top_k:
-            raise ValueError(
-                f"episode {episode.id!r} was sampled with top-p or top-k: its log-probabilities are of another "
-                "distribution than the policy's; sample with the whole distribution to train"
-            )
         else:
             kept.append(episode)
     return kept, reasons
+
+
+def _check_distribution(episode: Episode, temperature: float) -> None:
+    """Ratios and divergences are of the distribution that was sampled from, or of nothing that happened."""
+    s = episode.sampling
+    if s.top_p < 1 or s.top_k:
+        raise ValueError(
+            f"episode {episode.id!r} was sampled with top-p or top-k: its log-probabilities are of another "
+            "distribution than the policy's; sample with the whole distribution to train"
+        )
+    if s.temperature != temperature:
+        raise ValueError(
+            f"episode {episode.id!r} was sampled at temperature {s.temperature}: set sampling.temperature to it "
+            f"(it is {temperature})"
+        )
 
 
 def compile_batches(episodes: list[Episode], config: OptimiseConfig, seed: int, step: int) -> list[MiniBatch]:
@@ -136,12 +164,9 @@ def draw(count: int, mini_batch: int, seed: int, step: int) -> list[list[int]]:
 
 def parts_of(batch: MiniBatch, decode: Callable[[Ids], str]) -> Bools:
     """[D] whether a decision belongs to the <think> part of its response (else to the action)."""
-    thinking = np.zeros(len(batch), np.bool_)
-    at = 0
-    for call in batch.calls:
-        thinking[at : at + _think_length(call.completion, decode)] = True
-        at += len(call.completion)
-    return thinking
+    size = [len(c.completion) for c in batch.calls]
+    within = np.arange(len(batch)) - np.repeat(np.cumsum([0, *size[:-1]]), size)
+    return within < np.repeat([_think_length(c.completion, decode) for c in batch.calls], size)
 
 
 def _think_length(ids: Ids, decode: Callable[[Ids], str]) -> int:

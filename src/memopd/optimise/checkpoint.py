@@ -28,8 +28,11 @@ from memopd.files import whole
 from memopd.optimise import ranks
 
 
-def save(run: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], keep: int) -> Path:
-    """`tensors` maps a name (student, critic, ...) to tensors, sharded or whole. A collective."""
+def save(run: Path, step: int, tensors: dict[str, dict[str, Tensor]], keep: int) -> None:
+    """`tensors` maps a name (student, critic, ...) to tensors, sharded or whole. A collective.
+
+    Nothing else needs saving: schedules, batches and seeds are functions of the step.
+    """
     folder = run / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_name(f".{folder.name}.partial")
     if ranks.rank() == 0:
@@ -38,24 +41,31 @@ def save(run: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dic
         partial.mkdir(parents=True)
     ranks.barrier()
     for name, group in tensors.items():
-        local = {key: _local(value) for key, value in group.items()}
-        starts = {key: str(_start(value)) for key, value in group.items()}
-        file = partial / f"{name}-{ranks.rank():05d}-of-{ranks.world():05d}.safetensors"
-        save_file({k: v.detach().cpu().contiguous() for k, v in local.items()}, file, starts)
-        _sync(file)
+        _write(partial / f"{name}-{ranks.rank():05d}-of-{ranks.world():05d}.safetensors", group)
     ranks.barrier()
     if ranks.rank() == 0:
         files = {f.name: f.stat().st_size for f in sorted(partial.iterdir())}
-        with whole(partial / "state.json") as file:
-            file.write_text(json.dumps({"step": step, **state, "files": files}, indent=2) + "\n")
+        state = partial / "state.json"
+        state.write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n")
+        _sync(state)
+        _sync(partial)
         partial.rename(folder)
         with whole(folder.parent / "latest") as file:
             file.write_text(folder.name + "\n")
+            _sync(file)
         _sync(folder.parent)
-        for old in sorted(folder.parent.glob("step-*"))[: -keep or None]:
+        for old in _steps(folder.parent, up_to=step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     ranks.barrier()
-    return folder
+
+
+def _write(file: Path, group: dict[str, Tensor]) -> None:
+    starts = {key: str(_start(value)) for key, value in group.items()}
+    try:
+        save_file({key: _local(value).cpu().contiguous() for key, value in group.items()}, file, starts)
+    except SafetensorError as error:  # which hides what the system said, a full disk for one
+        raise OSError(f"{file}: cannot be written ({error}); the last checkpoint is intact") from None
+    _sync(file)
 
 
 def latest(run: Path) -> Path | None:
@@ -76,13 +86,17 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def restore(folder: Path | None, tensors: dict[str, dict[str, Tensor]]) -> None:
+    """Fill what `save` was given from a checkpoint, where there is one."""
+    if folder is not None:
+        for name, into in tensors.items():
+            load(folder, name, into)
+
+
 def load(folder: Path, name: str, into: dict[str, Tensor]) -> None:
     """Fill tensors, sharded or whole, in place from the rows that any number of ranks saved."""
-    files = sorted(folder.glob(f"{name}-*-of-*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: has no {name}; {_advice(folder)}")
     try:
-        readers = [safe_open(file, "pt") for file in files]
+        readers = _readers(folder, name)
         for key, target in into.items():
             local, begin = _local(target), _start(target)
             filled = 0
@@ -104,8 +118,7 @@ def load(folder: Path, name: str, into: dict[str, Tensor]) -> None:
 
 def read_whole(folder: Path, name: str) -> dict[str, Tensor]:
     """Every tensor of `name`, whole, for export."""
-    files = sorted(folder.glob(f"{name}-*-of-*.safetensors"))
-    readers = [safe_open(file, "pt") for file in files]
+    readers = _readers(folder, name)
     tensors: dict[str, Tensor] = {}
     for key in readers[0].keys():  # noqa: SIM118
         pieces = [rows[...] for _, rows in _pieces(readers, key)]
@@ -114,17 +127,25 @@ def read_whole(folder: Path, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def optimiser_tensors(optimiser: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Tensor]:
+def optimiser_tensors(optimiser: torch.optim.AdamW, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """AdamW's state under the parameters' names; made first where no step has been taken yet."""
     tensors: dict[str, Tensor] = {}
-    for parameter, name in names.items():
+    for name, parameter in weights.items():
         state = optimiser.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device=parameter.device if optimiser.defaults["fused"] else None)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         tensors |= {f"{name}.{key}": value for key, value in state.items()}
     return tensors
+
+
+def _readers(folder: Path, name: str) -> list[Any]:
+    """One per rank that wrote, in their order."""
+    files = sorted(folder.glob(f"{name}-[0-9]*-of-*.safetensors"))  # not those of {name}-optimiser
+    if not files:
+        raise ValueError(f"{folder}: has no {name}; {_advice(folder)}")
+    return [safe_open(file, "pt") for file in files]
 
 
 def _pieces(readers: list[Any], key: str) -> Iterator[tuple[int, Any]]:
@@ -148,6 +169,11 @@ def _start(value: Tensor) -> int:
         return 0
     chunk = -(-value.shape[0] // ranks.world())
     return min(chunk * ranks.rank(), value.shape[0])
+
+
+def _steps(folder: Path, up_to: int) -> list[Path]:
+    """Checkpoints, oldest first; what lies after `up_to` is of a life of this run that was given up."""
+    return [f for f in sorted(folder.glob("step-*")) if int(f.name.removeprefix("step-")) <= up_to]
 
 
 def _advice(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,56 +14,65 @@ from memopd.optimise import ranks
 from memopd.optimise.batch import MiniBatch
 from memopd.optimise.scoring import Scored
 from memopd.optimise.source import Sampler, Source
-from memopd.record.rollout import codec_of
-from memopd.types import Episode
+from memopd.tasks import Task
+from memopd.types import Episode, Ids
 
 log = logging.getLogger("memopd")
 
+Decode = Callable[[Ids], str]
 
-def describe(
-    episodes: list[Episode], kept: list[Episode], batches: list[MiniBatch], scored: list[Scored]
-) -> dict[str, float]:
+
+def describe(episodes: list[Episode], batches: list[MiniBatch], scored: list[Scored]) -> dict[str, float]:
     calls = [c for b in batches for c in b.calls]
-    rows, tokens = sum(b.rows for b in batches), sum(b.tokens for b in batches)
+    kept = sum(len(b.episodes) for b in batches)
     found = {
         "episodes": float(len(episodes)),
-        "calls_per_episode": len(calls) / len(kept),
+        "left_out": float(len(episodes) - kept),
+        "calls_per_episode": len(calls) / kept,
         "response_tokens": sum(len(c.completion) for c in calls) / len(calls),
-        "rows_saved": 1 - rows / tokens,
+        "rows_saved": 1 - sum(b.rows for b in batches) / sum(b.tokens for b in batches),
     }
     if all(c.logprobs is not None for c in calls):
-        gap = torch.cat([s.logp_old for s in scored]).numpy() - np.concatenate([c.logprobs for c in calls])
-        found |= {"sampler_gap": float(np.abs(gap).mean()), "sampler_gap_p99": float(np.quantile(np.abs(gap), 0.99))}
+        ours = torch.cat([s.logp_old for s in scored]).numpy()
+        gap = np.abs(ours - np.concatenate([c.logprobs for c in calls]))
+        found |= {"sampler_gap": float(gap.mean()), "sampler_gap_p99": float(np.quantile(gap, 0.99))}
     return found
 
 
-def quality(source: Source, episodes: list[Episode], tokenizer: Any) -> dict[str, float]:
+def quality(source: Source, episodes: list[Episode], decode: Decode) -> dict[str, float]:
     """EM and F1 of what was sampled; recorded episodes have only their reward."""
     if not isinstance(source, Sampler):
         return {}
-    decode, tasks = codec_of(tokenizer).decode, {t.id: t for t in source.tasks}
-    asked = [tasks[i] for i in {e.task_id for e in episodes}]
-    measured = measure_all(episodes, asked, decode, source.environment.grading)
+    asked = {e.task_id for e in episodes}
+    return _graded(source, episodes, [t for t in source.tasks if t.id in asked], decode)
+
+
+def dev_quality(source: Sampler, step: int, decode: Decode) -> dict[str, float]:
+    found = _graded(source, source.dev(step), source.dev_tasks, decode)
+    return {f"dev_{name}": value for name, value in found.items()}
+
+
+def _graded(source: Sampler, episodes: list[Episode], tasks: list[Task], decode: Decode) -> dict[str, float]:
+    measured = measure_all(episodes, tasks, decode, source.environment.grading)
     return {"em": float(np.mean([m.em for m in measured])), "f1": float(np.mean([m.f1 for m in measured]))}
 
 
-def dev_quality(source: Sampler, step: int, tokenizer: Any) -> dict[str, float]:
-    measured = measure_all(source.dev(step), source.dev_tasks, codec_of(tokenizer).decode, source.environment.grading)
-    return {"dev_em": float(np.mean([m.em for m in measured])), "dev_f1": float(np.mean([m.f1 for m in measured]))}
+SHOWN = {
+    "reward": "reward", "loss": "loss", "dev_loss": "dev loss", "em": "EM", "dev_em": "dev EM", "approx_kl": "KL",
+    "clip_fraction": "clip", "entropy": "entropy", "loss_opd": "teacher KL", "sampler_gap": "gap",
+    "grad_norm": "grad", "tokens_per_second": "tokens/s",
+}  # fmt: skip
 
 
-def say(step: int, steps: int, m: dict[str, float]) -> None:
-    if ranks.rank() != 0:
-        return
-    shown = [f"step {step + 1}/{steps}", f"reward {m['reward']:.3f}"]
-    shown += [f"{name} {m[key]:.3g}" for name, key in (
-        ("EM", "em"), ("dev EM", "dev_em"), ("KL", "approx_kl"), ("clip", "clip_fraction"), ("entropy", "entropy"),
-        ("teacher KL", "teacher_kl"), ("gap", "sampler_gap"), ("grad", "grad_norm"), ("tokens/s", "tokens_per_second"),
-    ) if key in m]  # fmt: skip
-    log.info("  ".join(shown))
+def say(step: int, steps: int, metrics: dict[str, Any]) -> None:
+    if ranks.rank() == 0:
+        shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics]
+        log.info("  ".join([f"step {step + 1}/{steps}", *shown]))
 
 
 def warn_left_out(reasons: list[str]) -> None:
     if ranks.rank() == 0:
         for why in reasons[:3]:
             log.warning("left out: %s", why)
+        if len(reasons) > 3:
+            log.warning("left out: %d more", len(reasons) - 3)

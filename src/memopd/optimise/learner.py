@@ -7,93 +7,100 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from memopd.config import RunConfig
 from memopd.files import whole_folder
 from memopd.optimise import checkpoint, ranks
 from memopd.optimise.models import (
     PolicyRoot,
+    Root,
     StatesRoot,
     ValueRoot,
     critic_from,
-    full_state,
     load_causal_lm,
+    master_dtype,
     prepare,
     teacher_head,
+    whole_weights,
 )
 from memopd.score import Head
 from memopd.score.tokenizers import check_same_tokenizer
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Learner:
     """The models of a run and their optimisers."""
 
     config: RunConfig
+    device: torch.device
     student: PolicyRoot
-    reference: PolicyRoot | None
+    actor_optimiser: torch.optim.AdamW
     critic: ValueRoot | None
+    critic_optimiser: torch.optim.AdamW | None
+    reference: PolicyRoot | None
     teacher: StatesRoot | None
     head: Head | None  # the teacher's
-    actor_optimiser: torch.optim.AdamW
-    critic_optimiser: torch.optim.AdamW | None
 
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds."""
-        found: dict[str, dict[str, torch.Tensor]] = {"student": dict(self.student.named_parameters())}
-        found["student-optimiser"] = _optimiser_tensors(self.student, self.actor_optimiser)
+        found = trained_tensors("student", self.student, self.actor_optimiser)
         if self.critic is not None and self.critic_optimiser is not None:
-            found["critic"] = dict(self.critic.named_parameters())
-            found["critic-optimiser"] = _optimiser_tensors(self.critic, self.critic_optimiser)
+            found |= trained_tensors("critic", self.critic, self.critic_optimiser)
         return found
 
 
 def build(config: RunConfig, device: torch.device) -> Learner:
-    student = load_causal_lm(config.model.student, config.run.seed)
-    gae_run, guided = config.optimise.advantages == "gae", _guided(config)
-    critic = ValueRoot(critic_from(student), config.model.attention) if gae_run else None
-    reference = PolicyRoot(load_causal_lm(config.model.student, config.run.seed), config.model.attention)
-    teacher, head = None, None
+    """One model after the other, so that the host holds few of them whole at a time."""
+    m, o = config.model, config.optimise
+    if not m.student:
+        raise ValueError("model.student: name a model folder or hub name to train")
+    guided = is_guided(config)
     if guided:
-        if not config.model.teacher:
-            raise ValueError('model.teacher: name one, or set teacher.state to "none"')
-        check_same_tokenizer(config.model.student, config.model.teacher)
-        loaded = load_causal_lm(config.model.teacher)
-        head = teacher_head(loaded, config.model, device)
-        teacher = prepare(StatesRoot(loaded, config.model.attention), config.model, device, trained=False)
-    root = prepare(PolicyRoot(student, config.model.attention), config.model, device, trained=True)
-    critic = None if critic is None else prepare(critic, config.model, device, trained=True)
-    o = config.optimise
-    return Learner(
-        config,
-        root,
-        prepare(reference, config.model, device, trained=False) if o.reference else None,
-        critic,
-        teacher,
-        head,
-        adamw(root, o.lr, o.weight_decay),
-        None if critic is None else adamw(critic, o.critic_lr, o.weight_decay),
-    )
+        check_same_tokenizer(m.student, m.teacher)
+    student, critic, critic_optimiser = load_causal_lm(m.student, master_dtype(m), config.run.seed), None, None
+    if o.advantages == "gae":
+        critic = prepare(ValueRoot(critic_from(student), m.attention), m, device, trained=True)
+        critic_optimiser = adamw(critic, o.critic_lr, o.weight_decay)
+    root = prepare(PolicyRoot(student, m.attention), m, device, trained=True)
+    reference, teacher, head = None, None, None
+    if o.reference:
+        frozen = load_causal_lm(m.student, getattr(torch, m.dtype), config.run.seed)
+        reference = prepare(PolicyRoot(frozen, m.attention), m, device, trained=False)
+    if guided:
+        frozen = load_causal_lm(m.teacher, getattr(torch, m.dtype))
+        head = teacher_head(frozen, device)
+        teacher = prepare(StatesRoot(frozen, m.attention), m, device, trained=False)
+    optimiser = adamw(root, o.lr, o.weight_decay)
+    return Learner(config, device, root, optimiser, critic, critic_optimiser, reference, teacher, head)
+
+
+def is_guided(config: RunConfig) -> bool:
+    """λ = 0 is PPO, to the bit: the teacher is not even loaded."""
+    if config.teacher.state == "none" or config.teacher.weight == 0:
+        return False
+    if not config.model.teacher:
+        raise ValueError('model.teacher: name one, or set teacher.state to "none"')
+    return True
+
+
+def adamw(root: Root, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    # Fused on a GPU: the other implementations need a third copy of the weights for a moment.
+    fused = next(iter(root.weights.values())).is_cuda
+    return torch.optim.AdamW(root.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused)
+
+
+def trained_tensors(name: str, root: Root, optimiser: torch.optim.AdamW) -> dict[str, dict[str, Tensor]]:
+    state = checkpoint.optimiser_tensors(optimiser, root.weights)
+    return {name: root.weights, f"{name}-optimiser": state}
 
 
 def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:
     """RUN/model: the trained policy as any Hugging Face program loads it."""
-    weights = {name: value.cpu() for name, value in full_state(root).items()}
-    if ranks.rank() == 0:
+    first = ranks.rank() == 0
+    weights = {name: value.cpu() for name, value in whole_weights(root) if first}
+    if first:
         with whole_folder(output / "model") as folder:
-            root.model.save_pretrained(folder, state_dict=weights, safe_serialization=True)
+            root.model.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
     ranks.barrier()
-
-
-def _guided(config: RunConfig) -> bool:
-    """λ = 0 is PPO, to the bit: the teacher is not even loaded."""
-    return config.teacher.state != "none" and config.teacher.weight > 0
-
-
-def _optimiser_tensors(root: Any, optimiser: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    return checkpoint.optimiser_tensors(optimiser, {p: n for n, p in root.named_parameters()})
-
-
-def adamw(root: Any, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(root.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -49,13 +50,15 @@ class Run:
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """One line; seconds per stage go with it."""
-        values |= {f"seconds_{name}": round(s, 4) for name, s in self.seconds.items()}
+        values = values | {f"seconds_{name}": round(s, 4) for name, s in self.seconds.items()}
         self.seconds = {}
         if ranks.rank() != 0:
             return
         line = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items()}
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint that counts this step may follow
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
@@ -63,13 +66,13 @@ class Run:
 
 def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
     """A new directory, or one to go on with; what a killed run wrote after its last checkpoint is cut off."""
-    exists = path.exists() and any(path.iterdir())
+    there = [f.name for f in path.iterdir() if not f.name.startswith(".")] if path.is_dir() else []
     ranks.barrier()
-    if exists and not resume:
+    if there and not resume:
         raise ValueError(f"{path}: exists already; --resume goes on with it, or choose another --output")
-    if resume and not (path / "config.json").is_file():
+    if resume and "config.json" not in there and (there or not path.is_dir()):
         raise ValueError(f"{path}: there is no run to resume (no config.json)")
-    if resume:
+    if resume and there:
         before = from_tables(json.loads((path / "config.json").read_text()), str(path / "config.json"))
         if before != config:
             raise ValueError(f"{path}: was started with other settings: {_difference(before, config)}")
@@ -78,9 +81,9 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
     run = Run(path, first, checkpoint)
     if ranks.rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
-        if resume:
+        if there:
             _cut_back(path, first)
-        else:
+        else:  # also where a run was killed before it had written as much as this
             with whole(path / "config.json") as file:
                 file.write_text(config.as_json())
         from torch.utils.tensorboard import SummaryWriter

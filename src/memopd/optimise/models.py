@@ -1,4 +1,4 @@
-"""The five models of one update: π_θ, V_φ, π_ref, π_T, and the roots through which they are run and sharded.
+"""The models of one update, π_θ, V_φ, π_ref and π_T, and the roots through which they are run and sharded.
 
 FSDP gathers a group's weights when the group's own `forward` runs, so the root must do backbone *and* head; calling
 the backbone of a sharded model by itself fails. Tied embeddings stay in the root group.
@@ -7,6 +7,9 @@ the backbone of a sharded model by itself fails. Tied embeddings stay in the roo
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
         self.attention = attention
+        self.weights: dict[str, Tensor] = {}  # as the optimiser has them: rows of this rank, where it is sharded
 
 
 class PolicyRoot(Root):
@@ -50,7 +54,7 @@ class ValueRoot(Root):
         """V at g(t, k)."""
         value = score(self.model, [packed], attention=self.attention).value
         assert value is not None
-        return value.float()
+        return value
 
 
 class StatesRoot(Root):
@@ -60,29 +64,38 @@ class StatesRoot(Root):
         return decision_states(self.model, packed, self.attention)
 
 
-def load_causal_lm(path: str, seed: int = 0) -> Any:
-    """A model folder or hub name in float32; a config.json alone gives random weights from the seed."""
+def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A model folder or hub name; a config.json alone gives random weights from the seed."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if path.endswith(".json"):
-        config = transformers.AutoConfig.for_model(**_json(path))
+        config = transformers.AutoConfig.for_model(**json.loads(Path(path).read_text()))
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _check_local(path)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    looks_local = Path(path).exists() or path.startswith((".", "/")) or path.count("/") > 1
+    if looks_local and not Path(path, "config.json").is_file():
+        raise ValueError(f"{path}: there is no model here (no config.json)")
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        path, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
+
+
+def load_tokenizer(path: str) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})") from None
 
 
 def critic_from(student: Any) -> Any:
     """V_φ: the student's backbone and a value head that starts at zero."""
     config = copy.deepcopy(student.config)
     config.num_labels = 1
-    for name in ("classifier_dropout", "hidden_dropout", "attention_dropout"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    config.classifier_dropout = 0.0
-    critic = transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+    try:
+        critic = transformers.AutoModelForTokenClassification.from_config(config, dtype=student.dtype)
+    except ValueError:
+        kind = type(student).__name__
+        raise ValueError(f'{kind}: transformers has no critic of its kind: set optimise.advantages = "group"') from None
     backbone(critic).load_state_dict(backbone(student).state_dict())
     nn.init.zeros_(critic.score.weight)
     if critic.score.bias is not None:
@@ -90,57 +103,80 @@ def critic_from(student: Any) -> Any:
     return critic
 
 
-def prepare(root: Root, config: ModelConfig, device: torch.device, trained: bool) -> Any:
-    """On its device, ready to train or frozen; sharded where there are ranks to share it or master weights to keep."""
-    model = root.model
+def master_dtype(config: ModelConfig) -> torch.dtype:
+    """Of the weights that the optimiser changes: small steps vanish in half precision."""
+    return torch.promote_types(getattr(torch, config.dtype), torch.float32)
+
+
+def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool) -> Any:
+    """Ready to train on its device, or frozen; sharded where ranks share it or masters stay in another precision.
+
+    A frozen model that is whole stays in host memory, and is lent to the device for as long as it scores.
+    """
+    model, dtype = root.model, getattr(torch, config.dtype)
     _no_dropout(model)
-    if not trained:
-        model.requires_grad_(False)
-        if ranks.world() == 1:
-            return root.to(device, getattr(torch, config.dtype)).eval()
-    root.to(device)
+    root.train(trained)
     if trained and config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not trained:
+        model.requires_grad_(False)
+    if trained or ranks.world() > 1:
+        root.to(device)
     if isinstance(root, PolicyRoot):
         head_of(model)  # checks the head against the model's own logits while its weights are whole
-    if ranks.world() > 1 or config.dtype != "float32":
-        precision = getattr(torch, config.dtype)
+    if ranks.world() > 1 or (trained and dtype != master_dtype(config)):
         ranks.ensure_group(device)
-        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(config))
         for layer in backbone(model).layers:
             fully_shard(layer, mp_policy=policy)
-        if isinstance(root, ValueRoot):  # three digits are too few for a value: its head stays in float32
-            fully_shard(model.score, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+        if isinstance(root, ValueRoot):  # three digits are too few for a value: its head stays precise
+            fully_shard(model.score, mp_policy=MixedPrecisionPolicy(param_dtype=master_dtype(config)))
         fully_shard(root, mp_policy=policy)
-    return root.train() if trained else root.eval()
+    root.weights = dict(model.named_parameters())
+    return root
 
 
-def teacher_head(model: Any, config: ModelConfig, device: torch.device) -> Head:
+@contextmanager
+def lent(root: Root, device: torch.device) -> Iterator[None]:
+    """A frozen model on `device` for the length of the block. Its weights do not change: none is copied back."""
+    home = [(p, p.data) for p in root.parameters() if p.device != device]
+    root.to(device)
+    try:
+        yield
+    finally:
+        for parameter, weights in home:
+            parameter.data = weights
+
+
+def teacher_head(model: Any, device: torch.device) -> Head:
     """The frozen head by itself, whole on every rank: the divergence reads it when the teacher's layers are done."""
     head = head_of(model)
-    dtype = getattr(torch, config.dtype)
-    bias = None if head.bias is None else head.bias.detach().to(device, dtype)
-    return replace(head, weight=head.weight.detach().to(device, dtype), bias=bias)
+    bias = None if head.bias is None else head.bias.detach().to(device)
+    return replace(head, weight=head.weight.detach().to(device), bias=bias)
 
 
-def whole_model(root: Root, dtype: str) -> Any:
-    """The model itself where it is whole; where it is sharded, a copy in the precision it runs in."""
-    if not any(type(m).__name__.startswith("FSDP") for m in root.modules()):
-        return root.model
-    device = next(root.parameters()).device
-    with torch.device(device):
-        made = type(root.model)(copy.deepcopy(root.model.config))
-    return made.to(getattr(torch, dtype)).eval().requires_grad_(False)
+def whole_weights(root: Root) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the model, one at a time, whole on every rank (a collective)."""
+    for name, value in root.weights.items():
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
-def full_state(root: Root) -> dict[str, Tensor]:
-    """Every weight of the model, whole, on every rank (a collective)."""
-    state = root.model.state_dict()
-    return {name: _whole(value) for name, value in state.items()}
+def is_sharded(root: Root) -> bool:
+    return any(isinstance(value, DTensor) for value in root.weights.values())
 
 
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def whole_copy(root: Root, dtype: str) -> Any:
+    """A sharded model's shape, whole and frozen, in the precision that it runs in; `copy_weights` fills it."""
+    with next(iter(root.weights.values())).device:
+        model = transformers.AutoModelForCausalLM.from_config(root.model.config, dtype=getattr(torch, dtype))
+    return model.eval().requires_grad_(False)
+
+
+def copy_weights(root: Root, model: Any) -> None:
+    targets = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in whole_weights(root):
+            targets[name].copy_(value)
 
 
 def _no_dropout(model: Any) -> None:
@@ -148,21 +184,8 @@ def _no_dropout(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
     for name, value in vars(model.config).items():
         if name.endswith("dropout") and isinstance(value, float):
             setattr(model.config, name, 0.0)
-    for module in model.modules():
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-
-
-def _json(path: str) -> dict[str, Any]:
-    import json
-
-    return dict(json.loads(Path(path).read_text()))
-
-
-def _check_local(path: str) -> None:
-    looks_local = Path(path).exists() or path.startswith((".", "/")) or path.count("/") > 1
-    if looks_local and not Path(path, "config.json").is_file():
-        raise ValueError(f"{path}: there is no model here (no config.json)")

@@ -6,8 +6,8 @@ Everything here is the identity on one process, so that the same code runs on a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,28 +20,37 @@ from memopd.optimise.batch import Work
 T = TypeVar("T")
 
 
-def start() -> torch.device:
-    """Join the other processes that torchrun started, where it did, and take this one's device."""
+@contextmanager
+def joined() -> Iterator[torch.device]:
+    """Together with the other processes that torchrun started, where it did; gives this one's device."""
     cuda = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", 0))
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(_backend(cuda))
     if cuda:
         torch.cuda.set_device(local)
-    return torch.device("cuda", local) if cuda else torch.device("cpu")
+    try:
+        yield torch.device("cuda", local) if cuda else torch.device("cpu")
+    except BaseException:
+        if world() == 1:  # the other ranks may never arrive: with them, leaving is up to the launcher
+            stop()
+        raise
+    stop()
 
 
 def ensure_group(device: torch.device) -> None:
     """Sharding wants a process group, also where one process keeps master weights for itself alone."""
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backend(device.type == "cuda"), store=HashStore(), rank=0, world_size=1)
 
 
 def stop() -> None:
     if dist.is_initialized():
-        with suppress(RuntimeError):
-            dist.destroy_process_group()
+        dist.destroy_process_group()
+
+
+def _backend(cuda: bool) -> str:
+    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
 
 def rank() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,11 +12,11 @@ import numpy as np
 from memopd.agent.environment import SearchEnvironment
 from memopd.agent.memory import memory_rule
 from memopd.config import RunConfig
-from memopd.engine.protocol import LiveEngine
 from memopd.optimise import ranks
-from memopd.optimise.models import Root, full_state, whole_model
+from memopd.optimise.engines import LocalPolicy, ServedPolicy
+from memopd.optimise.models import PolicyRoot
 from memopd.record import read_episodes
-from memopd.record.rollout import codec_of, repeat, rollout
+from memopd.record.rollout import codec_of, rollout
 from memopd.retrieval import open_index
 from memopd.tasks import Task
 from memopd.tasks.files import read_tasks
@@ -25,90 +26,92 @@ from memopd.types import Episode, Sampling
 class Source(Protocol):
     def episodes(self, step: int) -> list[Episode]: ...
 
+    def close(self) -> None: ...
+
+
+def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> Source:
+    if config.sampling.replay:
+        return Replay(config.sampling.replay, config.optimise.tasks * config.optimise.samples)
+    return Sampler(config, root, tokenizer, run)
+
 
 class Replay:
     """The same recorded episodes in the same order, however the policy moves."""
 
-    def __init__(self, path: Path, per_step: int) -> None:
+    def __init__(self, path: str, per_step: int) -> None:
         self.recorded = list(read_episodes(path))
-        self.per_step = per_step
+        if not self.recorded:
+            raise ValueError(f"{path}: there is no episode in it to train on")
+        self.per_step = min(per_step, len(self.recorded))
 
     def episodes(self, step: int) -> list[Episode]:
         at = step * self.per_step
-        return [self.recorded[(at + i) % len(self.recorded)] for i in range(min(self.per_step, len(self.recorded)))]
+        return [self.recorded[(at + i) % len(self.recorded)] for i in range(self.per_step)]
+
+    def close(self) -> None: ...
 
 
 class Sampler:
     """The policy in its environment. Each rank samples its share of the tasks; all ranks get all episodes."""
 
-    def __init__(self, config: RunConfig, root: Root, tokenizer: Any) -> None:
+    def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
+        t = config.tasks
+        if not t.index:
+            raise ValueError("tasks.index: name an index folder or the URL of a retrieval service to sample with")
         self.config = config
-        self.root = root
         self.tokenizer = tokenizer
-        self.tasks = read_tasks(config.tasks.train) if config.tasks.train else []
-        self.dev_tasks = read_tasks(config.tasks.dev)[: config.run.dev_tasks] if config.tasks.dev else []
-        self.memory = memory_rule(config.tasks.memory, codec_of(tokenizer))
+        self.tasks = read_tasks(t.train) if t.train else []
+        self.dev_tasks = read_tasks(t.dev)[: config.run.dev_tasks] if t.dev else []
+        self.memory = memory_rule(t.memory, codec_of(tokenizer))
         self.environment = SearchEnvironment(
-            open_index(config.tasks.index),
-            config.tasks.topk,
-            reward=config.tasks.reward,
-            grading=config.tasks.grading,  # type: ignore[arg-type]
+            open_index(t.index),
+            t.topk,
+            reward=t.reward,
+            grading=t.grading,  # type: ignore[arg-type]
             query=self.memory.query,
         )
-        self.model = whole_model(root, config.model.dtype)
-        self.engine = self._engine()
-        self.version = -1  # of the weights that the engine has
+        self.policy = (ServedPolicy if config.sampling.servers else LocalPolicy)(config, root, tokenizer, run)
 
     def episodes(self, step: int) -> list[Episode]:
-        self._refresh(step)
-        count = self.config.optimise.tasks
-        asked = [self._task(i) for i in range(step * count, (step + 1) * count)]
-        pairs = [(f"step-{step:06d}/{id}", task) for id, task in repeat(asked, self.config.optimise.samples)]
-        return self._run(pairs)
+        """Of the policy after `step` updates."""
+        o = self.config.optimise
+        asked = [self._task(i) for i in range(step * o.tasks, (step + 1) * o.tasks)]
+        return self._run(step, [
+            (f"step-{step:06d}/{i:04d}-{n}/{task.id}", task) for i, task in enumerate(asked) for n in range(o.samples)
+        ])  # fmt: skip
 
     def dev(self, step: int) -> list[Episode]:
-        self._refresh(step)
-        return self._run([(f"dev-{step:06d}/{task.id}", task) for task in self.dev_tasks])
+        return self._run(step, [(f"dev-{step:06d}/{task.id}", task) for task in self.dev_tasks])
 
     def close(self) -> None:
-        self.engine.close()
+        self.policy.engine.close()
 
-    def _run(self, pairs: Sequence[tuple[str, Task]]) -> list[Episode]:
-        config = self.config
+    def _run(self, version: int, pairs: Sequence[tuple[str, Task]]) -> list[Episode]:
+        self.policy.refresh(version)
+        s, t = self.config.sampling, self.config.tasks
         mine = rollout(
-            self.engine,
+            self.policy.engine,
             self.environment,
             self.memory,
             self.tokenizer,
             ranks.share(pairs),
-            Sampling(temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens),
-            config.run.seed,
-            config.sampling.batch,
-            config.tasks.max_context,
-            config.tasks.memory,
+            Sampling(temperature=s.temperature, max_tokens=s.max_tokens),
+            self.config.run.seed,
+            s.batch,
+            t.max_context,
+            t.memory,
         )
         everyone = {e.id: e for part in ranks.gather(list(mine)) for e in part}
         return [everyone[id] for id, _ in pairs]
 
     def _task(self, number: int) -> Task:
         """Tasks in a random order, another one each time round: a function of the seed alone."""
+        if not self.tasks:
+            raise ValueError("tasks.train: name a file of tasks to train on")
         lap, at = divmod(number, len(self.tasks))
-        order = np.random.default_rng([self.config.run.seed, lap]).permutation(len(self.tasks))
-        return self.tasks[int(order[at])]
+        return self.tasks[int(_order(self.config.run.seed, lap, len(self.tasks))[at])]
 
-    def _engine(self) -> LiveEngine:
-        config = self.config
-        length = config.tasks.max_context + config.sampling.max_tokens
-        if not config.sampling.servers:
-            from memopd.engine.local import LocalEngine
 
-            return LocalEngine(self.model, self.tokenizer, slots=config.sampling.batch, max_length=length)
-        from memopd.engine.vllm import VllmEngine
-
-        return VllmEngine(config.sampling.servers, self.tokenizer)
-
-    def _refresh(self, step: int) -> None:
-        """The engine samples with the weights of this step."""
-        if self.version != step and self.model is not self.root.model:
-            self.model.load_state_dict(full_state(self.root))
-        self.version = self.engine.version = step
+@lru_cache(maxsize=2)
+def _order(seed: int, lap: int, count: int) -> Any:
+    return np.random.default_rng([seed, lap]).permutation(count)

@@ -39,27 +39,23 @@ def make_terms(
     sizes = [len(b) for b in batches]
     old, ref, value = (torch.cat([getattr(s, f) for s in scored]) for f in ("logp_old", "logp_ref", "value"))
     last, call_last = (torch.as_tensor(np.concatenate([getattr(b, f) for b in batches])) for f in ("last", "call_last"))
-    episodes = [e for b in batches for e in b.episodes]
+    task_reward = torch.tensor([e.reward for b in batches for e in b.episodes], dtype=old.dtype)
+    call_reward = torch.as_tensor(np.concatenate([b.call_reward for b in batches]))
     penalty = reference_penalty(old, ref)
-    task_reward = torch.tensor([e.reward for e in episodes], dtype=torch.float32)
-    call_reward = torch.tensor([c.reward for b in batches for c in b.calls], dtype=torch.float32)
-    reward = token_rewards(penalty, o.reference, last, task_reward, call_last, call_reward)
+    summary = {"reward": float(task_reward.mean()), "reference_kl": float((old - ref).mean())}
     if o.advantages == "gae":
+        reward = token_rewards(penalty, o.reference, last, task_reward, call_last, call_reward)
         advantage = gae(reward, value, last, o.gamma, o.gae_lambda)
         target = advantage + value
+        summary["explained_variance"] = explained_variance(value, target)
     else:
-        offset = np.cumsum([0] + [len(b.episodes) for b in batches])
-        owner = torch.as_tensor(np.concatenate([b.episode + at for b, at in zip(batches, offset, strict=False)]))
-        returns = torch.zeros(len(episodes)).index_add(0, owner, reward)
-        names = {task: n for n, task in enumerate(sorted({e.task_id for e in episodes}))}
-        advantage = group_advantages(returns, torch.tensor([names[e.task_id] for e in episodes]), owner)
-        target = advantage
-    summary = {
-        "reward": float(task_reward.mean()),
-        "reference_kl": float((old - ref).mean()),
-        "explained_variance": explained_variance(value, target) if o.advantages == "gae" else float("nan"),
-        "advantage_std": float(advantage.std()) if len(advantage) > 1 else 0.0,
-    }
+        # Only what was earned is compared: penalties that differ by a trifle must not part a group that agrees.
+        episode, group = owners(batches)
+        earned = token_rewards(torch.zeros_like(penalty), 0.0, last, task_reward, call_last, call_reward)
+        outcome = torch.zeros_like(task_reward).index_add(0, episode, earned)
+        advantage = group_advantages(outcome, group, episode) - o.reference * penalty
+        target = torch.zeros_like(advantage)  # of no critic
+    summary["advantage_std"] = float(advantage.std()) if len(advantage) > 1 else 0.0
     if o.whiten and o.advantages == "gae":
         advantage = whiten(advantage)
     terms = [
@@ -67,3 +63,11 @@ def make_terms(
         for s, a, t in zip(scored, advantage.split(sizes), target.split(sizes), strict=True)
     ]
     return terms, summary
+
+
+def owners(batches: list[MiniBatch]) -> tuple[Tensor, Tensor]:
+    """([D] the episode of each decision, [E] the task of each episode), counted over all mini-batches."""
+    before = np.cumsum([0] + [len(b.episodes) for b in batches])
+    episode = np.concatenate([b.episode + at for b, at in zip(batches, before, strict=False)])
+    _, group = np.unique([e.task_id for b in batches for e in b.episodes], return_inverse=True)
+    return torch.as_tensor(episode), torch.as_tensor(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from memopd.optimise.losses import (
     policy_loss,
     value_loss,
 )
-from memopd.optimise.models import PolicyRoot, ValueRoot
+from memopd.optimise.models import PolicyRoot, Root, ValueRoot
 from memopd.optimise.scoring import Guide
 from memopd.optimise.terms import Terms
 
@@ -29,29 +28,24 @@ from memopd.optimise.terms import Terms
 def update(
     learner: Learner, batches: list[MiniBatch], terms: list[Terms], guides: list[Guide | None], step: int
 ) -> dict[str, float]:
-    """PPO epochs over the mini-batches. The means over them are reported, the first ratio error by itself."""
-    o, config = learner.config.optimise, learner.config
-    lr = learning_rate(o.lr, step, o.steps, o.warmup, o.schedule)
-    set_learning_rate(learner.actor_optimiser, lr)
+    """PPO epochs over the mini-batches. Means over them are reported, and how far the very first ratio is from one."""
+    config, o = learner.config, learner.config.optimise
+    lr = set_learning_rate(learner.actor_optimiser, learning_rate(o.lr, step, o.steps, o.warmup, o.schedule))
     if learner.critic_optimiser is not None:
         rate = learning_rate(o.critic_lr, step, o.steps, o.critic_warmup, o.schedule)
         set_learning_rate(learner.critic_optimiser, rate)
     made: list[dict[str, float]] = []
     for epoch in range(o.epochs):
         for i in np.random.default_rng([config.run.seed, step, epoch]).permutation(len(batches)):
-            batch, known = batches[i], terms[i]
             measured = update_actor(
-                learner.student, learner.actor_optimiser, batch, known, o,
+                learner.student, learner.actor_optimiser, batches[i], terms[i], o,
                 config.sampling.temperature, guides[i], config.teacher.weight,
             )  # fmt: skip
             if learner.critic is not None and learner.critic_optimiser is not None:
-                measured |= update_critic(learner.critic, learner.critic_optimiser, batch, known, o)
+                measured |= update_critic(learner.critic, learner.critic_optimiser, batches[i], terms[i], o)
             made.append(measured)
-    means = {name: float(np.mean([m[name] for m in made])) for name in made[0]}
-    return means | {
-        "first_max_log_ratio": made[0]["max_log_ratio"],
-        "lr": learner.actor_optimiser.param_groups[0]["lr"],
-    }
+    means = {name: float(np.mean([m[name] for m in made])) for name in made[0] if name != "ratio_error"}
+    return means | {"first_ratio_error": made[0]["ratio_error"], "lr": lr}
 
 
 def update_actor(
@@ -61,84 +55,83 @@ def update_actor(
     terms: Terms,
     config: OptimiseConfig,
     temperature: float,
-    guide: Guide | None,
-    weight: float,
+    guide: Guide | None = None,
+    weight: float = 0.0,
 ) -> dict[str, float]:
     """Equation (actor): L = L_PPO − α·H + λ·L_OPD, each a mean over its own mask over the global mini-batch."""
-    optimiser.zero_grad(set_to_none=True)
     D, D_T = len(batch), 0 if guide is None else int(guide.mask.sum())
-    sums, moved = torch.zeros(8, dtype=torch.float64), 0.0
+    sums, ratio_error = torch.zeros(7, dtype=torch.float64), 0.0
     for work, counts in ranks.deal(batch.work):
         place = torch.as_tensor(work.place)
-        teacher = () if guide is None or not D_T else (guide.head, guide.states[int(place[0])]) if counts else ()
-        logp, entropy, *divergence = root(work.packed, temperature, *teacher)
+        theirs = (guide.head, guide.states[int(place[0])]) if guide is not None and D_T and counts else ()
+        logp, entropy, *divergence = root(work.packed, temperature, *theirs)
         old, advantage = terms.logp_old[place].to(logp), terms.advantage[place].to(logp)
-        loss_ppo = policy_loss(logp, old, advantage, config.clip)
-        loss = loss_ppo / D - config.entropy * entropy_bonus(entropy) / D
+        ppo, H, kl = policy_loss(logp, old, advantage, config.clip), entropy_bonus(entropy), torch.zeros_like(logp)
+        opd, loss = torch.zeros_like(ppo), ppo / D - config.entropy * H / D
         if divergence and guide is not None:
-            mask = guide.mask[place].to(logp.device)
-            loss = loss + weight * distillation_loss(divergence[0], mask) / D_T
-        # FSDP averages over ranks: local sums over the global count are scaled up by the number of ranks.
-        (loss * (ranks.world() if counts else 0.0)).backward()
-        if counts:
-            with torch.no_grad():
-                kl = divergence[0] if divergence else torch.zeros_like(logp)
-                thinking = terms.thinking[place].to(logp.device)
-                sums += torch.stack(
-                    [
-                        loss_ppo,
-                        entropy.sum(),
-                        kl.sum(),
-                        kl[thinking].sum(),
-                        kl[~thinking].sum(),
-                        thinking.sum(),
-                        clip_fraction(logp, old, config.clip),
-                        approximate_kl(logp, old),
-                    ]
-                ).double().cpu()  # fmt: skip
-                moved = max(moved, float((logp - old).abs().max()))
-    ranks.total(sums)
-    norm = clipped_step(root, optimiser, config.max_grad_norm, float(sums.sum()), "the actor's")
-    ppo, H, kl_all, kl_think, kl_act, n_think, clipped, old_kl = sums.tolist()
-    return {
-        "loss_ppo": ppo / D,
-        "entropy": H / D,
-        "teacher_kl": kl_all / D,
-        "teacher_kl_think": kl_think / max(n_think, 1),
-        "teacher_kl_action": kl_act / max(D - n_think, 1),
-        "clip_fraction": clipped / D,
-        "approx_kl": old_kl / D,
-        "max_log_ratio": max(ranks.gather(moved)),
-        "grad_norm": norm,
+            kl = divergence[0]
+            opd = distillation_loss(kl, guide.mask[place].to(kl.device))
+            loss = loss + weight * opd / D_T
+        backward(loss, counts)
+        if not counts:
+            continue
+        with torch.no_grad():
+            thinking = terms.thinking[place].to(kl.device)
+            gone, k3 = clip_fraction(logp, old, config.clip), approximate_kl(logp, old)
+            parts = [ppo, H, opd, kl[thinking].sum(), kl[~thinking].sum(), gone, k3]
+            sums += torch.stack(parts).double().cpu()
+            ratio_error = max(ratio_error, float((logp - old).expm1().abs().max()))
+    ppo_sum, H_sum, opd_sum, kl_think, kl_action, gone_sum, k3_sum = ranks.total(sums).tolist()
+    thinking_count = int(terms.thinking.sum())
+    measured = {
+        "loss_ppo": ppo_sum / D,
+        "entropy": H_sum / D,
+        "clip_fraction": gone_sum / D,
+        "approx_kl": k3_sum / D,
+        "ratio_error": max(ranks.gather(ratio_error)),
+        "grad_norm": clipped_step(root, optimiser, config.max_grad_norm, float(sums.sum()), "the actor's"),
     }
+    if guide is not None:
+        measured |= {
+            "loss_opd": opd_sum / max(D_T, 1),
+            "teacher_kl_think": kl_think / max(thinking_count, 1),
+            "teacher_kl_action": kl_action / max(D - thinking_count, 1),
+        }
+    return measured
 
 
 def update_critic(
     root: ValueRoot, optimiser: torch.optim.Optimizer, batch: MiniBatch, terms: Terms, config: OptimiseConfig
 ) -> dict[str, float]:
-    optimiser.zero_grad(set_to_none=True)
-    D, loss_sum = len(batch), torch.zeros(1, dtype=torch.float64)
+    D, total = len(batch), torch.zeros(1, dtype=torch.float64)
     for work, counts in ranks.deal(batch.work):
         place = torch.as_tensor(work.place)
         value = root(work.packed)
         old, target = terms.value_old[place].to(value), terms.target[place].to(value)
         loss = value_loss(value, old, target, config.value_clip)
-        (loss / D * (ranks.world() if counts else 0.0)).backward()
-        loss_sum += float(loss.detach()) * counts
-    ranks.total(loss_sum)
-    norm = clipped_step(root, optimiser, config.max_grad_norm, float(loss_sum), "the critic's")
-    return {"loss_value": float(loss_sum) / D, "critic_grad_norm": norm}
+        backward(loss / D, counts)
+        total += float(loss.detach()) * counts
+    loss_sum = float(ranks.total(total))
+    norm = clipped_step(root, optimiser, config.max_grad_norm, loss_sum, "the critic's")
+    return {"loss_value": loss_sum / D, "critic_grad_norm": norm}
 
 
-def clipped_step(root: Any, optimiser: torch.optim.Optimizer, max_norm: float, loss: float, whose: str) -> float:
+def backward(loss: torch.Tensor, counts: bool) -> None:
+    """FSDP averages over ranks: sums over the global count are scaled up by their number. A filler counts nothing."""
+    (loss * (ranks.world() if counts else 0)).backward()
+
+
+def clipped_step(root: Root, optimiser: torch.optim.Optimizer, max_norm: float, loss: float, whose: str) -> float:
+    """One step; the gradients go at once, so that only one model's take memory at a time."""
     norm = torch.nn.utils.clip_grad_norm_(root.parameters(), max_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if not math.isfinite(loss) or not math.isfinite(float(norm)):
+    if not math.isfinite(loss) or not math.isfinite(norm):
         raise ValueError(
-            f"{whose} loss or gradient is not finite (gradient norm {float(norm)}): nothing was updated; "
-            "lower the learning rate, or look at the last metrics for what grew"
+            f"{whose} loss or gradient is not a number (loss {loss}, gradient norm {float(norm)}): the step was not "
+            "taken; lower the learning rate, and see metrics.jsonl for what grew; the last checkpoint is intact"
         )
     optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
     return float(norm)
 
 
@@ -153,6 +146,7 @@ def learning_rate(base: float, step: int, steps: int, warmup: float, schedule: s
     return base * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> float:
     for group in optimiser.param_groups:
         group["lr"] = rate
+    return rate

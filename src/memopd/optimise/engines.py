@@ -1,0 +1,87 @@
+"""The engines that sample with the policy as it is now: in this process, or on vLLM servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memopd.agent.protocol import user_message
+from memopd.compile import compile_calls
+from memopd.config import RunConfig
+from memopd.engine.local import LocalEngine
+from memopd.engine.vllm import VllmEngine, rounding_tolerance
+from memopd.optimise import ranks
+from memopd.optimise.models import PolicyRoot, copy_weights, is_sharded, whole_copy, whole_weights
+from memopd.record.rollout import prefix_of
+from memopd.score import packed_logprobs
+from memopd.tasks.files import read_tasks
+from memopd.types import Call, Floats, Ids
+from memopd.verify.equivalence import MORE_PRECISE, name_of
+
+PROMPTS = 4  # that servers are verified with
+
+
+class LocalPolicy:
+    """The model that is trained samples itself; where it is sharded, every rank keeps a whole copy to sample with."""
+
+    def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, _: Path) -> None:
+        self.root, self.version = root, -1
+        self.model = whole_copy(root, config.model.dtype) if is_sharded(root) else root.model
+        length = config.tasks.max_context + config.sampling.max_tokens
+        self.engine = LocalEngine(self.model, tokenizer, slots=config.sampling.batch, max_length=length)
+
+    def refresh(self, version: int) -> None:
+        """From now on, sample with the weights after `version` updates."""
+        if version == self.version:
+            return
+        self.version = version
+        with self.engine.updating(version):
+            if self.model is not self.root.model:
+                copy_weights(self.root, self.model)
+
+
+class ServedPolicy:
+    """vLLM servers that load the weights of every update from the run directory, and are verified each time."""
+
+    def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
+        self.root, self.version = root, -1
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.temperature = config.sampling.temperature
+        asked = read_tasks(config.tasks.train or config.tasks.dev)[:PROMPTS]
+        self.prompts = [prefix_of(tokenizer, user_message(task)) for task in asked]
+        self.engine = VllmEngine(config.sampling.servers, tokenizer, folder=run / "served")
+
+    def refresh(self, version: int) -> None:
+        """From now on, sample with the weights after `version` updates."""
+        if version == self.version:
+            return
+        self.version, first = version, ranks.rank() == 0
+        weights = {name: value.to(self.dtype).cpu() for name, value in whole_weights(self.root) if first}
+        if first:
+            self.engine.update(weights, version)
+        ranks.barrier()  # the other ranks' engines read the version off the servers
+        self.engine.verify(self.score, self.prompts, tolerance=self._tolerance())
+
+    def score(self, pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> list[Floats]:
+        """log p of the completions: one forward pass, for every rank must make as many as the others."""
+        packed = compile_calls([Call(prompt, completion) for prompt, completion in pairs])
+        with torch.no_grad():
+            logp, *_ = self.root(packed, temperature)
+        sizes = [len(completion) for _, completion in pairs]
+        return [part.double().cpu().numpy() for part in logp.split(sizes)]
+
+    def _tolerance(self) -> float:
+        """What rounding allows, measured on the prompts with the weights as they are now."""
+        precise = whole_copy(self.root, name_of(MORE_PRECISE[self.dtype]))
+        copy_weights(self.root, precise)
+
+        def exact(pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> list[Floats]:
+            with torch.no_grad():
+                found = packed_logprobs(precise, [Call(*pair) for pair in pairs], temperature=temperature)
+            return [part.double().cpu().numpy() for part in found]
+
+        halves = [(p[: len(p) // 2], p[len(p) // 2 :]) for p in self.prompts]
+        return rounding_tolerance(self.score, exact, halves, self.temperature)

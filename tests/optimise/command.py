@@ -1,0 +1,60 @@
+"""`memopd` in processes of its own, forked from one that has imported it already: a run costs its work, not imports."""
+
+import multiprocessing
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before the server starts, which hands it on
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["memopd.cli", "memopd.optimise.train", "memopd.optimise.sft", "memopd.engine.local"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    def line(self) -> str:
+        """The one line that an error is."""
+        assert self.code == 2, self.err
+        assert "Traceback" not in self.err, self.err
+        return next(line for line in self.err.splitlines() if line.startswith("memopd: "))
+
+
+class Command:
+    def __init__(self, *arguments: object, environment: dict[str, str] | None = None, before: object = None) -> None:
+        """`before` is a picklable function that the process calls first."""
+        self.folder = TemporaryDirectory()
+        arguments = tuple(map(str, arguments))
+        self.process = SERVER.Process(target=_main, args=(arguments, environment or {}, before, self.folder.name))
+        self.process.start()
+
+    def end(self) -> Ended:
+        self.process.join()
+        out, err = (Path(self.folder.name, name).read_text() for name in ("out", "err"))
+        self.folder.cleanup()
+        return Ended(self.process.exitcode, out, err)
+
+
+def memopd(*arguments: object, **options: object) -> Ended:
+    return Command(*arguments, **options).end()
+
+
+def _main(arguments: tuple[str, ...], environment: dict[str, str], before: object, folder: str) -> None:
+    os.environ.update(environment)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), stream)
+    import torch
+
+    torch.set_num_threads(1)
+    if before is not None:
+        before()
+    sys.argv = ["memopd", *arguments]
+    from memopd import cli
+
+    cli.main()
