@@ -97,7 +97,7 @@ def serving(model: Path, port: int | None = None, *rest: str):
             running.kill()
 
 
-def wait_until_up(*servers: Running, seconds: float = 180):
+def wait_until_up(*servers: Running, seconds: float = 400):
     limit = time.monotonic() + seconds
     for server in servers:
         while True:

@@ -1,0 +1,538 @@
+"""What a real vLLM server cannot easily be made to do: hang, fail, lie, lack a route. A small server here does.
+
+Everything else is tested against real servers in tests/vllm.
+"""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memopd.engine import Request
+from memopd.engine import vllm_servers as servers
+from memopd.engine.vllm import StaleWeights, VllmEngine
+from memopd.engine.vllm_start import Interpreter, command, find_vllm
+from memopd.engine.vllm_weights import version_of, write
+from memopd.types import Sampling, StopReason
+
+LOGPROB = -0.5
+
+
+class Letters:
+    """A tokenizer: one id a character."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(c) % 1000 for c in text]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+class Fake:
+    """Answers as vLLM 0.32 does, and misbehaves on demand: `before` is called with every request to sample, and may
+    raise `Hang`, `Die` or `Fail`, or return another answer."""
+
+    def __init__(self):
+        self.lacks = set()
+        self.label = "default"
+        self.raw = False
+        self.before = lambda body: None
+        self.answered = []  # the prompt of every completion that was sent
+        self.asked = 0
+        self.loads = []
+        self.tokens = lambda body: [(sum(body["token_ids"]) + i) % 900 for i in range(4)]
+        self.logprob = LOGPROB
+        self.lock = threading.Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args):
+                pass
+
+            def parse_request(self):
+                return super().parse_request() and fake.server is not None  # the dead say nothing
+
+            def do_GET(self):
+                if self.path in fake.lacks:
+                    return self.say(404, {"detail": "Not Found"})
+                answers = {
+                    "/health": {},
+                    "/version": {"version": "0.32.0"},
+                    "/weight_info": {"weight_version": fake.label},
+                    "/v1/models": {"data": [{"root": "fake"}]},
+                }
+                if self.path in answers:
+                    return self.say(200, answers[self.path])
+                return self.say(405, {"detail": "Method Not Allowed"})
+
+            def do_POST(self):
+                length = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(length) or "{}")
+                if self.path == "/tokenize":
+                    return self.say(200, {"tokens": Letters().encode(body["prompt"])})
+                if self.path == "/inference/v1/generate":
+                    return self.generate(body)
+                if self.path == "/update_weight_version":
+                    fake.label = body["new_version"]
+                if self.path == "/collective_rpc":
+                    fake.loads.append(body["kwargs"]["weights_path"])
+                return self.say(200, {"success": True})
+
+            def generate(self, body):
+                probing = body["sampling_params"].get("ignore_eos")
+                if not probing:
+                    with fake.lock:
+                        fake.asked += 1
+                    try:
+                        if (other := fake.before(body)) is not None:
+                            return self.say(200, other)
+                    except Hang:
+                        time.sleep(3)
+                        self.close_connection = True
+                        return None
+                    except Die:
+                        fake.stop()
+                        self.close_connection = True
+                        return None
+                    except Fail as error:
+                        return self.say(error.args[0], {"error": {"message": "as planned"}})
+                with fake.lock:
+                    fake.answered.append(tuple(body["token_ids"]))
+                tokens = [7] * 8 if probing else fake.tokens(body)
+                if not body.get("stream"):
+                    return self.say(200, {"choices": [fake.choice(tokens, probing, "length")]})
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                self.close_connection = True
+                for i, token in enumerate(tokens):
+                    if token == "die":
+                        fake.stop()
+                        return None
+                    ends = "length" if i == len(tokens) - 1 else None
+                    event = {"choices": [fake.choice([token], probing, ends)]}
+                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.write(b"data: [DONE]\n\n")
+                return None
+
+            def say(self, status, answer):
+                text = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+        self.handler = Handler
+        self.server = None
+        self.start(0)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def choice(self, tokens, probing, ends):
+        value = 0.0 if probing and not self.raw else self.logprob
+        return {
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token_id": t, "logprob": value} for t in tokens]},
+            "finish_reason": ends,
+            "weight_versions": ends and [{"version": self.label, "start": 0, "end": len(tokens)}],
+        }
+
+    def start(self, port):
+        self.server = Listener(("127.0.0.1", port), self.handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self):
+        with self.lock:
+            if self.server is not None:
+                server, self.server = self.server, None
+                server.socket.close()  # at once: nobody connects any more
+                threading.Thread(target=server.shutdown).start()
+
+    def restart(self):
+        for _ in range(100):
+            try:
+                return self.start(int(self.url.rpartition(":")[2]))
+            except OSError:  # the old socket is still being listened to
+                time.sleep(0.02)
+        raise AssertionError("the port is not free again")
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+
+class Hang(Exception):
+    pass
+
+
+class Die(Exception):
+    pass
+
+
+class Fail(Exception):
+    pass
+
+
+@pytest.fixture
+def fakes():
+    made = [Fake(), Fake()]
+    yield made
+    for fake in made:
+        fake.stop()
+
+
+@pytest.fixture
+def connect(fakes):
+    engines = []
+
+    def connect(*chosen, **rest):
+        urls = [f.url for f in chosen or fakes]
+        engines.append(VllmEngine(urls, Letters(), **{"timeout": 1.0, "patience": 2.0, **rest}))
+        return engines[-1]
+
+    yield connect
+    for engine in engines:
+        engine.close()
+
+
+def some(count):
+    return [Request(np.array([10 + i]), i, Sampling(max_tokens=4)) for i in range(count)]
+
+
+def check(requests, completions):
+    assert [c.tokens.tolist() for c in completions] == [[10 + i + k for k in range(4)] for i in range(len(requests))]
+    assert all(c.stop is StopReason.LENGTH and (c.logprobs == LOGPROB).all() for c in completions)
+
+
+def once(error):
+    """A misfortune that happens to one request only."""
+    left = [error]
+    lock = threading.Lock()
+
+    def before(body):
+        with lock:
+            mishap = left.pop() if left else None
+        if mishap:
+            raise mishap
+
+    return before
+
+
+@pytest.mark.parametrize("mishap", [Hang(), Fail(500), Fail(503), Fail(429), Die()], ids=repr)
+def test_a_request_that_fails_is_done_elsewhere_and_counts_once(fakes, connect, mishap):
+    engine = connect()
+    fakes[0].before = once(mishap)
+    requests = some(40)
+    check(requests, engine.generate(requests))
+    assert fakes[0].asked + fakes[1].asked >= 41
+
+
+def test_a_late_answer_does_not_count_twice(fakes, connect):
+    """The first server answers, but after its time: the second one's answer is the one that is returned, alone."""
+    engine = connect(timeout=0.3)
+    slow = once(None)
+
+    def before(body):
+        time.sleep(1.0)
+        return slow(body)
+
+    fakes[0].before = before
+    fakes[0].logprob = -9.0
+    ticket = engine.submit(some(1)[0])
+    completion = ticket.completion.result(5)
+    assert completion.logprobs.tolist() == [LOGPROB] * 4
+    time.sleep(1.2)
+    assert fakes[0].answered.count((10,)) == fakes[1].answered.count((10,)) == 1
+    assert ticket.completion.result() is completion
+
+
+def test_work_goes_to_whom_has_least(fakes, connect, monkeypatch):
+    monkeypatch.setattr(servers, "AT_ONCE", 4)
+    engine = connect(timeout=30)
+    fakes[0].before = lambda body: time.sleep(1)
+    check(some(60), engine.generate(some(60)))
+    assert 4 <= fakes[0].asked < 20
+    assert fakes[0].asked + fakes[1].asked == 60
+
+
+def test_the_only_server_is_waited_for(fakes, connect):
+    engine = connect(fakes[0])
+    fakes[0].before = once(Die())
+    threading.Timer(0.7, fakes[0].restart).start()
+    check(some(8), engine.generate(some(8)))
+
+
+def test_patience_has_an_end(fakes, connect):
+    engine = connect(patience=0.5)
+    for fake in fakes:
+        fake.stop()
+    with pytest.raises(ConnectionError, match=rf"within 0\.5 s: {fakes[0].url}: .*; {fakes[1].url}: "):
+        engine.generate(some(4))
+
+
+def test_a_request_that_kills_whoever_takes_it_is_given_up(fakes, connect):
+    engine = connect()
+
+    def before(body):
+        if body["token_ids"] == [10]:
+            raise Fail(500)
+
+    for fake in fakes:
+        fake.before = before
+    with pytest.raises(ConnectionError, match=r"failed 5 times, last at .*as planned"):
+        engine.generate(some(4))
+    check_later = engine.generate(some(4)[1:])
+    assert len(check_later) == 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": []},
+        {"choices": [{"token_ids": [], "finish_reason": "abort"}]},
+        {"choices": [{"token_ids": [5], "finish_reason": "stop"}]},
+        {"choices": [{"token_ids": [5], "logprobs": {"content": [{"token_id": 6, "logprob": -1}]}}]},
+        {"choices": [{"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -9999.0}]}}]},
+        {"choices": [{"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -1}]}}]},
+        {"error": {"message": "no"}},
+        [],
+    ],
+)
+def test_half_an_answer_is_none(fakes, connect, answer):
+    """No log-probabilities, those of another token, none that is a number, no end: asked again elsewhere."""
+    engine = connect()
+    left = [answer]
+    fakes[0].before = lambda body: left.pop() if left else None
+    requests = some(2)
+    check(requests, engine.generate(requests))
+    assert not left
+
+
+def test_a_completion_of_two_policies_is_sampled_again(fakes, connect):
+    engine = connect(fakes[0])
+    mixed = fakes[0].choice([1, 2], False, "stop")
+    mixed["weight_versions"] = [{"version": "1@a", "start": 0, "end": 1}, {"version": "2@b", "start": 1, "end": 2}]
+    left = [{"choices": [mixed]}]
+    fakes[0].before = lambda body: left.pop() if left else None
+    check(some(1), engine.generate(some(1)))
+
+
+def test_what_was_heard_stays_true_when_the_server_dies(fakes, connect):
+    """Sampled again elsewhere with the same seed. Where that goes another way, the completion ends as aborted."""
+    fakes[0].tokens = lambda body: [10, 11, "die"]
+    engine = connect()
+    heard = []
+    completion = engine.submit(some(1)[0], heard.append).completion.result(5)
+    assert completion.stop is StopReason.LENGTH
+    assert heard == completion.tokens.tolist() == [10, 11, 12, 13]
+
+    fakes[0].restart()
+    fakes[1].tokens = lambda body: [10, 99, 98, 97]
+    fakes[1].before = lambda body: time.sleep(0.3)  # the first one has the request first
+    time.sleep(1)
+    heard.clear()
+    completion = engine.submit(some(1)[0], heard.append).completion.result(5)
+    assert heard == completion.tokens.tolist() == [10, 11]
+    assert len(completion.logprobs) == 2
+    assert completion.stop is StopReason.ABORTED
+
+
+def test_a_listener_that_fails_fails_its_own_request_only(fakes, connect):
+    engine = connect()
+
+    def heard(token):
+        raise RuntimeError("listener")
+
+    with pytest.raises(RuntimeError, match="listener"):
+        engine.submit(some(1)[0], heard).completion.result(5)
+    check(some(3), engine.generate(some(3)))
+
+
+def test_closing_ends_what_is_under_way(fakes, connect):
+    engine = connect(timeout=30)
+    for fake in fakes:
+        fake.before = lambda body: time.sleep(2)
+    tickets = [engine.submit(r) for r in some(3)]
+    tickets[0].cancel()  # perhaps before it began
+    assert tickets[0].completion.result(5).stop is StopReason.ABORTED
+    engine.close()
+    assert [t.completion.result(1).stop for t in tickets] == [StopReason.ABORTED] * 3
+    tickets[1].cancel()
+    engine.close()
+    with pytest.raises(ValueError, match="closed"):
+        engine.generate(some(1))
+
+
+# What is missing is named, with what to add
+
+
+def test_no_server(fakes, connect):
+    fakes[0].stop()
+    with pytest.raises(ConnectionError, match=f"{fakes[0].url}: no policy server answers .*memopd serve policy"):
+        connect()
+
+
+@pytest.mark.parametrize(
+    ("route", "said"),
+    [("/inference/v1/generate", "--enable-scale-out"), ("/version", "not a vLLM server")],
+)
+def test_a_missing_route(fakes, connect, route, said):
+    fakes[1].lacks.add(route)
+    with pytest.raises(ValueError, match=f"{fakes[1].url} .*{said}"):
+        connect()
+
+
+def test_log_probabilities_of_another_distribution(fakes, connect):
+    fakes[1].raw = True
+    with pytest.raises(ValueError, match=f"{fakes[1].url} .*--logprobs-mode processed_logprobs"):
+        connect()
+
+
+def test_another_tokenizer(fakes):
+    class Other(Letters):
+        def encode(self, text, add_special_tokens=True):
+            return [1, 2, 3]
+
+    with pytest.raises(ValueError, match=f"{fakes[0].url} serves fake, whose tokenizer is not ours"):
+        VllmEngine([fakes[0].url], Other())
+
+
+@pytest.mark.parametrize("urls", [[], ["localhost:8001"], ["http://a", "http://a/v1/"]])
+def test_bad_addresses(urls):
+    with pytest.raises(ValueError, match=r"server|twice"):
+        VllmEngine(urls, Letters())
+
+
+def test_servers_that_cannot_be_updated_say_so(fakes, connect, tmp_path):
+    fakes[0].lacks |= {"/weight_info", "/collective_rpc"}
+    engine = connect(fakes[0])
+    check(some(2), engine.generate(some(2)))  # good enough to sample from
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=f"{fakes[0].url} has no /collective_rpc: .*VLLM_SERVER_DEV_MODE=1"):
+        engine.update(tmp_path, version=1)
+
+
+# Weights
+
+
+def agree(pairs, temperature):
+    return [np.full(len(c), LOGPROB) for _, c in pairs]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+def test_servers_that_disagree_are_not_mixed(fakes, connect, checkpoint):
+    fakes[1].label = "3@elsewhere"
+    with pytest.raises(ValueError, match=f"different weights .*{fakes[1].url}: '3@elsewhere'"):
+        connect()
+    engine = connect(weights=checkpoint, version=4)
+    assert engine.verify(agree, [[1, 2]], tolerance=1e-6) == {f.url: 0.0 for f in fakes}
+    assert {c.policy_version for c in engine.generate(some(8))} == {4}
+
+
+def test_a_server_that_comes_back_gets_the_weights_before_requests(fakes, connect, checkpoint):
+    engine = connect(weights=checkpoint, version=4)
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    fakes[0].before = once(Die())
+    check(some(20), engine.generate(some(20)))
+    fakes[0].label = "default"
+    fakes[0].loads.clear()
+    fakes[0].restart()
+    limit = time.monotonic() + 10
+    while fakes[0].label == "default":
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    assert fakes[0].loads == [str(checkpoint)]
+    assert fakes[0].label == f"4@{checkpoint}"
+
+
+def test_a_server_that_comes_back_stale_stops_the_run_by_name(fakes, connect, checkpoint):
+    """It says that it loaded the weights, and answers what was verified before otherwise."""
+    engine = connect(weights=checkpoint, version=4)
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    fakes[0].before = once(Die())
+    check(some(20), engine.generate(some(20)))
+    fakes[0].logprob = LOGPROB - 1
+    fakes[0].restart()
+    with pytest.raises(StaleWeights, match=fakes[0].url) as caught:  # noqa: PT012
+        for _ in range(200):
+            engine.generate(some(4))
+            time.sleep(0.05)
+    assert caught.value.gap == 1
+
+
+def test_a_server_that_is_down_during_an_update_gets_it_later(fakes, connect, checkpoint):
+    engine = connect(weights=checkpoint, version=1, patience=20.0)
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    fakes[0].stop()
+    engine.generate(some(4))
+    engine.update(checkpoint, version=2)
+    assert set(engine.verify(agree, [[1, 2]], tolerance=1e-6)) == {fakes[1].url}
+    fakes[0].restart()
+    limit = time.monotonic() + 15
+    while not fakes[0].label.startswith("2@"):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_a_score_of_the_wrong_length_is_said(fakes, connect):
+    engine = connect()
+    with pytest.raises(ValueError, match="score: 1 results for 2 pairs"):
+        engine.verify(lambda pairs, _: [np.zeros(4)], [[1, 2]], tolerance=1.0)
+    with pytest.raises(ValueError, match=r"score: pair 0 has 4 sampled tokens, got \(3,\)"):
+        engine.verify(lambda pairs, _: [np.zeros(3)] * 2, [[1, 2]], tolerance=1.0)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        engine.verify(agree, [], tolerance=1.0)
+
+
+def test_labels():
+    assert version_of("default") == version_of(None) == 0
+    assert version_of("12@/a/b@c") == 12
+    with pytest.raises(ValueError, match="'theirs'"):
+        version_of("theirs")
+
+
+def test_a_tied_head_is_written_once(tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    tied = torch.arange(6.0).reshape(2, 3)
+    home = write({"embed": tied, "head": tied, "other": torch.ones(2).expand(3, 2)}, tmp_path, 7)
+    written = load_file(home / "model.safetensors")
+    assert set(written) == {"embed", "other"}
+    assert written["other"].shape == (3, 2)
+    assert home.name == "weights-7"
+    assert len(list(home.iterdir())) == 1
+
+
+# Starting one
+
+
+def test_the_command_that_starts_a_server():
+    line, environment = command(Interpreter("py", on_cpu=True), "m", "127.0.0.1", 8001, "auto", ["--max-num-seqs", "9"])
+    text = " ".join(line)
+    for flag in ("--logprobs-mode processed_logprobs", "--enable-scale-out", "--no-enable-chunked-prefill"):
+        assert flag in text
+    assert text.endswith("--max-num-seqs 9")
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert "chunked" not in " ".join(command(Interpreter("py", on_cpu=False), "m", "h", 1, "auto")[0])
+
+
+def test_an_interpreter_without_vllm_is_named(tmp_path):
+    empty = tmp_path / "python"
+    empty.write_text("#!/bin/sh\nexit 3\n")
+    empty.chmod(0o755)
+    with pytest.raises(ValueError, match=f"{empty} has no vLLM: pip install"):
+        find_vllm(empty)
+    with pytest.raises(ValueError, match="not an interpreter"):
+        find_vllm(Path(tmp_path / "nothing"))
