@@ -347,9 +347,9 @@ def test_a_listener_that_fails_fails_its_own_request_only(fakes, connect):
     engine = connect()
 
     def heard(token):
-        raise RuntimeError("listener")
+        raise KeyError("listener")
 
-    with pytest.raises(RuntimeError, match="listener"):
+    with pytest.raises(KeyError, match="listener"):
         engine.submit(some(1)[0], heard).completion.result(5)
     check(some(3), engine.generate(some(3)))
 
@@ -365,8 +365,9 @@ def test_closing_ends_what_is_under_way(fakes, connect):
     assert [t.completion.result(1).stop for t in tickets] == [StopReason.ABORTED] * 3
     tickets[1].cancel()
     engine.close()
-    with pytest.raises(ValueError, match="closed"):
-        engine.generate(some(1))
+    for use in (lambda: engine.generate(some(1)), lambda: engine.verify(agree, [[1]], tolerance=1.0)):
+        with pytest.raises(ValueError, match="closed"):
+            use()
 
 
 # What is missing is named, with what to add
@@ -469,6 +470,14 @@ def test_a_server_that_comes_back_stale_stops_the_run_by_name(fakes, connect, ch
             engine.generate(some(4))
             time.sleep(0.05)
     assert caught.value.gap == 1
+    engine.update(checkpoint, version=5)  # a new chance for all
+    fakes[0].logprob = LOGPROB
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    fakes[0].asked = 0
+    limit = time.monotonic() + 15
+    while not fakes[0].asked:
+        assert time.monotonic() < limit
+        assert {c.policy_version for c in engine.generate(some(4))} == {5}
 
 
 def test_a_server_that_is_down_during_an_update_gets_it_later(fakes, connect, checkpoint):
@@ -483,6 +492,34 @@ def test_a_server_that_is_down_during_an_update_gets_it_later(fakes, connect, ch
     while not fakes[0].label.startswith("2@"):
         assert time.monotonic() < limit
         time.sleep(0.02)
+
+
+def test_nobody_samples_with_weights_that_are_not_verified(fakes, connect, checkpoint):
+    """Not even a request that waited through the update."""
+    engine = connect(fakes[0], weights=checkpoint, version=1, timeout=30)
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    fakes[0].before = lambda body: time.sleep(0.5) if body["token_ids"] == [10] else None
+    engine.submit(some(1)[0])
+    time.sleep(0.2)
+    updating = threading.Thread(target=engine.update, args=(checkpoint, 2))
+    updating.start()  # waits for the request
+    time.sleep(0.1)
+    with pytest.raises(ValueError, match="version 1 were sent but not verified"):
+        engine.submit(some(2)[1])
+    updating.join()
+    asked = fakes[0].asked
+    engine._verified = True  # a request that came just before the update
+    waiting = engine.submit(some(2)[1])
+    engine._verified = False
+    time.sleep(0.3)
+    assert fakes[0].asked == asked
+    with pytest.raises(StaleWeights):
+        engine.verify(lambda pairs, _: [np.zeros(4)], [[1, 2]], tolerance=1e-6)
+    with pytest.raises(StaleWeights):
+        waiting.completion.result(5)
+    engine.update(checkpoint, 3)
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    assert engine.generate(some(2)[1:])[0].policy_version == 3
 
 
 def test_a_score_of_the_wrong_length_is_said(fakes, connect):

@@ -37,8 +37,9 @@ def make_tokenizer(path: Path):
 def make_model(path: Path, seed: int, tied: bool = False):
     """Weights wide enough for peaked distributions: a wrong one shows at the first token."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM, logging
 
+    logging.disable_progress_bar()
     tokenizer = make_tokenizer(path)
     torch.manual_seed(seed)
     config = Qwen2Config(

@@ -1,13 +1,19 @@
 """One real vLLM server: ids and log-probabilities as recorded, weight updates that are seen to have arrived."""
 
 import copy
+import json
+import os
+import subprocess
 import threading
+import time
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from real_vllm import scorer
+from real_vllm import PYTHON, scorer
 
+import memopd
 from memopd.engine import Request
 from memopd.engine import vllm_weights as weighing
 from memopd.engine.vllm import StaleWeights, VllmEngine, rounding_tolerance
@@ -43,14 +49,17 @@ def test_log_probabilities_are_those_of_the_recorded_ids(engine, first, temperat
     """A wrong id on the way in or out would show as a wrong log-probability. Bound: docs/architecture.md, verify."""
     _, model, tokenizer = first
     requests = requests_of(tokenizer, 48, temperature=temperature)
+    started = time.monotonic()
     completions = engine.generate(requests)
+    seconds = time.monotonic() - started
     pairs = pairs_of(requests, completions)
     exact = np.concatenate(scorer(copy.deepcopy(model).double())(pairs, temperature))
     alone = np.concatenate(scorer(model)(pairs, temperature))
     sampled = np.concatenate([c.logprobs for c in completions])
     assert len(sampled) > 1000
     own, server = np.abs(alone - exact).max(), np.abs(sampled - exact).max()
-    print(f"temperature {temperature}, {len(sampled)} tokens: server {server:.1e}, transformers {own:.1e} from float64")
+    print(f"\ntemperature {temperature}: {len(sampled)} tokens in {seconds:.1f} s; from float64 the server is "
+          f"{server:.1e}, transformers {own:.1e}")  # fmt: skip
     assert server <= 2 * own
     wrong = [(p, np.roll(c, 1)) for p, c in pairs if len(c) > 1]  # the check can fail
     right = np.concatenate([c.logprobs for c in completions if len(c.tokens) > 1])
@@ -203,7 +212,9 @@ def test_an_update_is_in_the_next_batch(engine, first, second):
     requests = requests_of(tokenizer, 16, seed=6)
     before = engine.generate(requests)
     assert {c.policy_version for c in before} == {1}
+    started = time.monotonic()
     engine.update(path, version=2)
+    seconds = time.monotonic() - started
     with pytest.raises(ValueError, match="not verified"):
         engine.generate(requests)
     exact = scorer(copy.deepcopy(updated).double())
@@ -213,7 +224,7 @@ def test_an_update_is_in_the_next_batch(engine, first, second):
     assert {c.policy_version for c in after} == {2}
     pairs = pairs_of(requests, after)
     moved = weighing.gap(scorer(model)(pairs, 1.0), after)
-    print(f"gap {gap:.1e}, tolerance {tolerance:.1e}; the old weights are {moved:.2g} away")
+    print(f"\nupdate in {seconds:.2f} s: gap {gap:.1e}, tolerance {tolerance:.1e}; old weights are {moved:.2g} away")
     assert weighing.gap(scorer(updated)(pairs, 1.0), after) <= tolerance < 1e-3 < moved
 
 
@@ -241,6 +252,24 @@ def test_weights_may_come_another_way(engine, second, first):
     engine.update(send, version=9)
     engine.verify(scorer(second[1]), prompts_of(first[2], 4), tolerance=1e-3)
     assert engine.generate(requests_of(first[2], 1))[0].policy_version == 9
+
+
+def test_vllms_transfer_is_driven_as_vllm_expects():
+    """Up to the broadcast itself, which needs GPUs: the calls that vLLM's trainer side makes to a server for us."""
+    script = Path(__file__).with_name("transfer_script.py")
+    source = Path(memopd.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run([PYTHON, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    routes = [route for route, _ in said]
+    assert routes[0] == "/get_world_size"
+    assert sorted(routes[1:3]) == ["/init_weight_transfer_engine", "meet"]  # at the same time
+    once = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    assert [r for r in routes[3:] if r != "send"] == 2 * once  # the meeting is kept
+    contents = dict(map(tuple, said))
+    assert contents["meet"] == contents["/init_weight_transfer_engine"]["init_info"]["world_size"] == 3
+    assert contents["send"] == contents["/update_weights"]["update_info"]["names"] == ["weight", "bias"]
 
 
 def test_weights_that_did_not_arrive_stop_the_run_by_name(engine, server, first):

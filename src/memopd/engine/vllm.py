@@ -102,8 +102,7 @@ class VllmEngine:
     def _submit(self, request: Request, heard: Callable[[int], None] | None, stream: bool) -> Ticket:
         if not self._verified:
             raise ValueError(f"weights of version {self.version} were sent but not verified: call verify first")
-        if self._loop.is_closed():
-            raise ValueError("this engine is closed")
+        self._check_open()
         check_end(request, self.tokenizer)  # here, so that a bad request raises where it is made
         payload = body(request, stream)
         future: Future[Completion] = Future()
@@ -160,8 +159,8 @@ class VllmEngine:
                 new = said.take(choice)
                 if payload["stream"]:
                     _tell(said, new, told, heard)
-        except (BadAnswer, KeyError, TypeError) as error:
-            raise Lost(f"not an answer: {error!r}") from error
+        except BadAnswer as error:
+            raise Lost(str(error)) from error
         if said.stop is None:
             raise Lost("the answer broke off")
         return said
@@ -186,8 +185,9 @@ class VllmEngine:
         """New weights for every server: a checkpoint folder that the servers see under the same path, tensors named as
         in one, or a function that sends them to the server whose address it is given (vLLM's weight transfer).
 
-        Requests under way end first, with the weights they began with; new ones wait.
+        Requests under way end first, with the weights they began with. Those that wait do so until `verify` is done.
         """
+        self._check_open()
         if isinstance(weights, Mapping):
             if self._folder is None:
                 raise ValueError("give VllmEngine a folder that the servers can read, to write updated weights to")
@@ -212,16 +212,20 @@ class VllmEngine:
         `score(pairs, temperature)` gives the trainer's log-probabilities of the completions of (prompt, completion)
         pairs. `StaleWeights` names the first server that is off by more than `tolerance` (see `rounding_tolerance`).
         """
+        self._check_open()
         requests = [Request(np.asarray(p), seed=i, sampling=sampling) for i, p in enumerate(prompts)]
         answers = self._run(self._ask_all(requests))
         gaps = self._gaps(score, requests, answers)
         for url, gap in gaps.items():
             if not gap <= tolerance:
-                raise StaleWeights(url, self.version, gap, tolerance)
+                stale = StaleWeights(url, self.version, gap, tolerance)
+                self._loop.call_soon_threadsafe(self._fleet.fail, stale)
+                raise stale
             log.info("%s: version %d, log-probabilities within %.2g of the trainer's", url, self.version, gap)
         self._key = (requests, next(iter(answers.values())))
         self._tolerance = 2 * tolerance  # two servers may each be that far from the trainer
         self._verified = True
+        self._loop.call_soon_threadsafe(self._fleet.open)
         return gaps
 
     def _gaps(
@@ -238,21 +242,21 @@ class VllmEngine:
 
     async def _update(self, weights: Path | Callable[[str], None], version: int) -> None:
         self._verified = False
-        async with self._fleet.quiet():
-            self._holds, self.version, self._key = weights, version, ([], [])
-            up = [s for s in self._fleet.servers if s.down_since is None]  # the others get them when they return
-            label = weighing.label_of(weights, version)
-            loads = [weighing.bring(self._fleet, server, weights, label) for server in up]
-            if isinstance(weights, Path):
-                results = await asyncio.gather(*loads, return_exceptions=True)
-            else:  # one sender
-                results = [r for load in loads for r in await asyncio.gather(load, return_exceptions=True)]
+        await self._fleet.shut()
+        self._holds, self.version, self._key = weights, version, ([], [])
+        up = [s for s in self._fleet.servers if s.down_since is None]  # the others get them when they return
+        label = weighing.label_of(weights, version)
+        loads = [weighing.bring(self._fleet, server, weights, label) for server in up]
+        if isinstance(weights, Path):
+            results = await asyncio.gather(*loads, return_exceptions=True)
+        else:  # one sender
+            results = [r for load in loads for r in await asyncio.gather(load, return_exceptions=True)]
         self._sort_out(up, results)
 
     async def _ask_all(self, requests: Sequence[Request]) -> dict[str, list[Completion]]:
         """Every server that is up, asked the same. One that goes down meanwhile is left out, unless none is left."""
         while True:
-            one = await self._fleet.acquire()  # waits for a server, or fails
+            one = await self._fleet.acquire(though_shut=True)  # waits for a server, or fails
             self._fleet.release(one)
             up = [s for s in self._fleet.servers if s.down_since is None]
             results = await asyncio.gather(*(self._answers(s, requests) for s in up), return_exceptions=True)
@@ -303,14 +307,14 @@ class VllmEngine:
             await probe(self._fleet, server, self.tokenizer)
             if self._holds is not None and server.label != (wanted := weighing.label_of(self._holds, self.version)):
                 if not isinstance(self._holds, Path):
-                    raise Lost(f"it holds weights {server.label!r}, not {wanted!r}; the next update brings it back")
+                    raise Lost(f"it came back with weights {server.label!r}, and {wanted!r} cannot be sent again")
                 await weighing.bring(self._fleet, server, self._holds, wanted)
         except ValueError as error:  # a person restarted it wrongly, and may do better: the others go on
             raise Lost(str(error)) from error
         requests, key = self._key
         if key:
             gap = weighing.replay_gap(key, await self._answers(server, requests))
-            if not gap <= self._tolerance:
+            if not gap <= self._tolerance and key is self._key[1]:  # no update in between
                 raise StaleWeights(server.url, self.version, gap, self._tolerance)
 
     def _common_version(self) -> int:
@@ -319,6 +323,10 @@ class VllmEngine:
             listed = ", ".join(f"{url}: {label!r}" for url, label in labels.items())
             raise ValueError(f"the servers hold different weights ({listed}): give the weights that they should hold")
         return weighing.version_of(next(iter(labels.values())))
+
+    def _check_open(self) -> None:
+        if self._loop.is_closed():
+            raise ValueError("this engine is closed")
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

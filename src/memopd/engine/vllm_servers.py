@@ -12,7 +12,6 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +46,7 @@ class Fleet:
     ) -> None:
         self.servers = [Server(url) for url in _clean(urls)]
         self.patience = patience
-        self.failure: Exception | None = None  # ends every request, now and later
+        self.failure: Exception | None = None
         self._admit = admit
         self._open = True
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -67,14 +66,14 @@ class Fleet:
 
     # Which server
 
-    async def acquire(self) -> Server:
+    async def acquire(self, though_shut: bool = False) -> Server:
         """The least busy server that is up. Waits for one; an error when all have been down for too long."""
         while True:
             if self.failure:
                 raise self.failure
             up = [s for s in self.servers if s.down_since is None]
             free = [s for s in up if s.outstanding < AT_ONCE]
-            if self._open and free:
+            if free and (self._open or though_shut):
                 server = min(free, key=lambda s: s.outstanding)
                 server.outstanding += 1
                 return server
@@ -93,17 +92,20 @@ class Fleet:
         server.outstanding -= 1
         self._wake(1)
 
-    @asynccontextmanager
-    async def quiet(self) -> AsyncIterator[None]:
-        """No request starts, and those under way end first."""
-        self._open = False
-        try:
-            while any(s.outstanding for s in self.servers):
-                await asyncio.sleep(0.01)
-            yield
-        finally:
-            self._open = True
-            self._wake(len(self._waiting))
+    async def shut(self) -> None:
+        """No request starts until `open`. Returns when those under way have ended."""
+        self._open, self.failure = False, None
+        while any(s.outstanding for s in self.servers):
+            await asyncio.sleep(0.01)
+
+    def open(self) -> None:
+        self._open = True
+        self._wake(len(self._waiting))
+
+    def fail(self, error: Exception) -> None:
+        """Ends every request that waits or will come."""
+        self.failure = error
+        self._wake(len(self._waiting))
 
     def lost(self, server: Server, why: object) -> None:
         """Down until it is admitted again."""
@@ -124,14 +126,12 @@ class Fleet:
                 await self._admit(server)
             except Lost as error:
                 server.trouble = str(error)
-            except Exception as error:  # no time will heal that
-                self.failure = error
-                break
+            except Exception as error:  # stale weights, or a fault of ours: only an update may help
+                self.fail(error)
             else:
                 log.warning("%s: up again after %.1f s", server.url, time.monotonic() - server.down_since)
                 server.down_since = None
             self._wake(len(self._waiting))  # to take it, or to see that time is up
-        self._wake(len(self._waiting))
 
     def _give_up_if_overdue(self) -> None:
         now = time.monotonic()

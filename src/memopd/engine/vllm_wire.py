@@ -37,6 +37,12 @@ class Heard:
 
     def take(self, choice: dict[str, Any]) -> list[int]:
         """One choice of an answer, or of one event of a stream. Returns the ids that it brought."""
+        try:
+            return self._take(choice)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise BadAnswer(f"not an answer: {error!r}") from error
+
+    def _take(self, choice: dict[str, Any]) -> list[int]:
         ids = [int(i) for i in choice.get("token_ids") or []]
         entries = (choice.get("logprobs") or {}).get("content") or []
         if [e["token_id"] for e in entries] != ids:
