@@ -53,6 +53,7 @@ class _Fused(torch.autograd.Function):
                 z, z if z_T is None else z_T, tokens[part], stats[:, part], stats.stride(0), z.shape[1],
                 *_shape(z, z_T, head, teacher, temperature), BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
+            del z, z_T  # before the next chunk's are made
         ctx.save_for_backward(states, weight, bias, tokens, stats, teacher_states)
         ctx.head, ctx.teacher, ctx.temperature, ctx.chunk, ctx.group = head, teacher, temperature, chunk, group
         return stats[0].clone(), stats[1].clone(), stats[2].clone()
@@ -77,6 +78,7 @@ class _Fused(torch.autograd.Function):
                     z, z if z_T is None else z_T, tokens[part], stats[:, part], grads[:, part], stats.stride(0),
                     z.shape[1], *_shape(z, z_T, ctx.head, ctx.teacher, ctx.temperature), BLOCK=BLOCK, num_warps=8,
                 )  # fmt: skip
+                del z, z_T
             dz, of = buffer[: stop - start], slice(start, stop)
             if d_states is not None:
                 torch.mm(dz, weight, out=d_states[of])
