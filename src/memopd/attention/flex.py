@@ -12,12 +12,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from memopd.compile import Packed
 
 BLOCK = 128
+KERNELS = 64  # one per model shape, precision and kind of mask; after 8, PyTorch would go on uncompiled
 
 Mod = Callable[..., Tensor]
 
@@ -60,16 +62,17 @@ class FlexPlan:
         more = self.padded - self.rows
         if more:
             query, key, value = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (query, key, value))
-        out, lse = _compiled()(
-            query,
-            key,
-            value,
-            score_mod=None if softcap is None else _soft_cap(torch.tensor(softcap, device=query.device)),
-            block_mask=self.block_mask(window),
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            return_lse=True,
-        )
+        with torch._dynamo.config.patch(recompile_limit=KERNELS):
+            out, lse = _compiled()(
+                query,
+                key,
+                value,
+                score_mod=None if softcap is None else _soft_cap(torch.tensor(softcap, device=query.device)),
+                block_mask=self.block_mask(window),
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+                return_lse=True,
+            )
         if sinks is not None:  # a sink takes its share of the softmax and gives nothing
             out = out * torch.sigmoid(lse - sinks[None, :, None]).to(out.dtype)[..., None]
         return out[:, :, : self.rows].transpose(1, 2)
@@ -132,4 +135,4 @@ def _soft_cap(cap: Tensor) -> Mod:
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # what cannot be compiled is an error
