@@ -118,20 +118,21 @@ def _copies(rows: Sequence[NDArray[Any]], nodes: Sequence[Node], device: torch.d
 TILE = 128  # queries a block of the kernel works on at once, wanted or not
 PER_SCORE = 0.068e-6
 PER_KEY = 0.013e-3  # gathered
-PER_LEVEL = 0.23
+PER_LEVEL = {"cuda": 0.5, "cpu": 0.23}  # on a GPU mostly launches, so it follows the host: 0.5 to 0.9 were seen
 PER_MERGE = 0.108e-3  # row that asks at a level
 
 
-def choose_layout(nodes: Sequence[Node]) -> tuple[str, str]:
-    """(layout, why): the one whose measured costs add up to less. On a CPU the same rule chose well."""
+def choose_layout(nodes: Sequence[Node], device: str = "cuda") -> tuple[str, str]:
+    """(layout, why): the one whose measured costs add up to less. With fewer launches to pay for, it fits a CPU too."""
     levels = max(len(n.above) for n in nodes)
     if levels == 0:
         return "paths", "no branch"
     own = _sizes(nodes)
     path = np.array([sum(own[a] for a in n.above) for n in nodes]) + own
     below = np.array([n.exit - n.stop for n in nodes])
+    per_level = PER_LEVEL.get(device, PER_LEVEL["cpu"])
     by_paths = PER_SCORE * (_tiles(own) * path).sum() + PER_KEY * path.sum()
-    by_levels = PER_SCORE * ((_tiles(own) + _tiles(below)) * own).sum() + PER_LEVEL * levels + PER_MERGE * below.sum()
+    by_levels = PER_SCORE * ((_tiles(own) + _tiles(below)) * own).sum() + per_level * levels + PER_MERGE * below.sum()
     why = f"about {by_paths:.2g} ms a layer against {by_levels:.2g} by levels"
     return ("paths" if by_paths <= by_levels else "levels"), why
 
@@ -146,7 +147,7 @@ class CascadePlan:
     def __init__(self, packed: Packed, device: torch.device, layout: str | None = None, windowed: bool = False) -> None:
         nodes = nodes_of(packed.exit)
         self.longest = int(packed.positions.max()) + 1
-        self.layout, self.why = choose_layout(nodes) if layout is None else (layout, "asked for")
+        self.layout, self.why = choose_layout(nodes, device.type) if layout is None else (layout, "asked for")
         make = {"paths": path_pass, "levels": level_passes}
         # A window is counted along a whole path, which only one of the layouts has in one piece.
         needed = {self.layout, "paths"} if windowed else {self.layout}
