@@ -34,7 +34,10 @@ def error(actual, expected):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kernel", PLANS)
 def test_attention(kernel, dtype, window, sinks, packed):
-    """At most twice the error of the dense mask at the same precision, output and gradients."""
+    """At most twice the error of the dense mask at the same precision, output and gradients.
+
+    In float32 flex gets twice that again: it adds up the gradients of a key over all heads of its group in one go.
+    """
     if window and kernel != "flex" and dtype == torch.float32:
         pytest.skip("refused: no kernel")
     torch.manual_seed(0)
@@ -50,7 +53,8 @@ def test_attention(kernel, dtype, window, sinks, packed):
 
     exact = run(DensePlan(packed, CUDA), torch.float64)
     floor = error(run(DensePlan(packed, CUDA), dtype), exact)
-    assert error(run(PLANS[kernel](packed), dtype), exact) <= 2 * floor
+    allowed = 4 if (kernel, dtype) == ("flex", torch.float32) else 2
+    assert error(run(PLANS[kernel](packed), dtype), exact) <= allowed * floor
 
 
 def test_flex_compiles_once_for_packs_of_many_sizes():
@@ -61,9 +65,12 @@ def test_flex_compiles_once_for_packs_of_many_sizes():
         q, k, v = (torch.randn(1, h, len(packed), 64, device=CUDA, dtype=torch.bfloat16) for h in (4, 2, 2))
         FlexPlan(packed, CUDA).attend(q, k, v, 0.125, None, None, None)
 
+    torch._dynamo.reset()  # else the kernels of other tests would count
+    torch._dynamo.utils.counters.clear()
     for rows in (500, 1100):
         run(rows)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert before > 0
     for rows in (700, 2000, 3100):
         run(rows)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
