@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -274,7 +274,7 @@ def _stored(store: Path) -> dict[str, float]:
 
 
 def _packed(recorded: Recorded) -> bytes:
-    call = recorded.call
+    call, sampling, history = recorded.call, recorded.sampling, recorded.history
     logprobs = np.empty(0) if call.logprobs is None else call.logprobs
     head = {
         "call": recorded.episode,
@@ -282,12 +282,12 @@ def _packed(recorded: Recorded) -> bytes:
         "lengths": [len(logprobs), len(call.prompt), len(call.completion)],
         "stop": call.stop,
         "version": call.policy_version,
-        "sampling": astuple(recorded.sampling),
+        "sampling": [sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens],
         "seed": recorded.seed,
         "started": recorded.started,
         "ended": recorded.ended,
         "shown": recorded.shown,
-        "history": asdict(recorded.history),
+        "history": [history.replies, history.drifted, history.first],
     }
     return _with_arrays(head, (logprobs, call.prompt, call.completion))
 
@@ -328,5 +328,5 @@ def _recorded(head: dict[str, Any], payload: bytes) -> Recorded:
         head["started"],
         head["ended"],
         head["shown"],
-        History(**head["history"]),
+        History(*head["history"]),
     )
