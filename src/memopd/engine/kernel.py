@@ -1,0 +1,97 @@
+"""Attention on a GPU: queries of many sequences, each reading its own slot of the cache, in one launch.
+
+A tile is a few neighbouring new tokens of one sequence; a program serves one tile and one key-value head, all query
+heads of that group at once, and walks the slot's keys up to its last token. Sequences of any lengths, with one new
+token or a whole prompt, go through the same kernel; nothing is padded, and lengths are read on the device, so that a
+captured graph serves any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 64  # queries a tile: tokens × heads of a group
+KEYS = 64  # keys read at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    first: Tensor  # [tiles] int32, the tile's first token in the flat row
+    count: Tensor  # [tiles] int32, its tokens; 0: nothing to do
+    start: Tensor  # [tiles] int64, the first row of its slot in the cache
+    position: Tensor  # [tiles] int64, of its first token
+    tokens: int  # a tile at most
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        heads, d = query.shape[1:]
+        groups, width = heads // keys.shape[2], values.shape[3]
+        out = torch.empty(len(query), heads, width, dtype=query.dtype, device=query.device)
+        query = query if query.stride(2) == 1 else query.contiguous()
+        _attend[(len(self.first), keys.shape[2])](
+            query, keys, values, out, self.first, self.count, self.start, self.position, scale,
+            query.stride(0), query.stride(1), keys.stride(1), values.stride(1), out.stride(0),
+            G=groups, D=d, DV=width, DP=max(16, triton.next_power_of_2(d)), DVP=max(16, triton.next_power_of_2(width)),
+            M=max(16, triton.next_power_of_2(self.tokens * groups)), N=KEYS,
+        )  # fmt: skip
+        return out
+
+
+def tiles_of(spans: Sequence[Any], groups: int, length: int, device: torch.device) -> Tiles:
+    """Tiles of a pass, at most ROWS queries each."""
+    size = 1 if all(s.count == 1 for s in spans) else max(1, ROWS // groups)
+    pieces = [
+        (s.first + at, min(size, s.count - at), s.slot * length, s.position + at)
+        for s in spans
+        for at in range(0, s.count, size)
+    ]
+    first, count, start, position = torch.as_tensor(np.array(pieces, np.int64).T.copy(), device=device)
+    return Tiles(first.int(), count.int(), start, position, size)
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    query, key, value, out, tile_first, tile_count, tile_start, tile_position, scale,
+    query_t, query_h, key_row, value_row, out_t,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(tile_count + tile)
+    if count == 0:
+        return
+    first, start, position = tl.load(tile_first + tile), tl.load(tile_start + tile), tl.load(tile_position + tile)
+    m, d, dv = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
+    token, here = m // G, m // G < count
+    q_at = (first + token)[:, None] * query_t + (head * G + m % G)[:, None] * query_h + d[None, :]
+    q = tl.load(query + q_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
+
+    most = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    mixed = tl.zeros([M, DVP], tl.float32)
+    length = position + count
+    for at in range(0, length, N):
+        n = at + tl.arange(0, N)
+        k_at = (start + n)[:, None] * key_row + head * D + d[None, :]
+        k = tl.load(key + k_at, mask=(n < length)[:, None] & (d < D)[None, :], other=0.0)
+        # "ieee": float32 products in float32, not in the tensor cores' 10-bit mode
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        # Key 0 is visible to every token, so that `most` is finite after the first block.
+        scores = tl.where(n[None, :] <= (position + token)[:, None], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        weights, fade = tl.exp(scores - higher[:, None]), tl.exp(most - higher)
+        v_at = (start + n)[:, None] * value_row + head * DV + dv[None, :]
+        v = tl.load(value + v_at, mask=(n < length)[:, None] & (dv < DV)[None, :], other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * fade + tl.sum(weights, 1)
+        most = higher
+    o_at = (first + token)[:, None] * out_t + (head * G + m % G)[:, None] * DV + dv[None, :]
+    result = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + o_at, result, mask=here[:, None] & (dv < DV)[None, :])

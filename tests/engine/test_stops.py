@@ -1,0 +1,90 @@
+"""Stop strings: found in bytes, across tokens, inside tokens, and never by changing an id."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from memopd.engine.stops import Stops, vocabulary_bytes
+
+TEXT = "naïve </search> 東京 is 🦊 and </answer>!\n"
+
+
+def byte_level(merges=(), alphabet=None):
+    """A byte-level BPE with these merges, in its own alphabet (Ġ is a space)."""
+    alphabet = alphabet or sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *("".join(m) for m in merges)])}
+    made = Tokenizer(models.BPE(vocabulary, [tuple(m) for m in merges]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+
+
+MERGES = [("<", "/"), ("c", "h"), ("ch", ">"), ("ch>", "Ġ"), ("a", "n"), ("Ġ", "an")]
+
+
+def test_every_id_has_its_bytes():
+    tokenizer = byte_level(MERGES)
+    vocabulary = vocabulary_bytes(tokenizer, len(tokenizer) + 5)
+    ids = tokenizer(TEXT + "<|end|>").input_ids
+    assert b"".join(vocabulary[i] for i in ids) == (TEXT + "<|end|>").encode()
+    assert any(len(vocabulary[i]) == 1 and vocabulary[i][0] > 127 for i in ids)  # characters are split
+    assert vocabulary[-5:] == [b""] * 5  # a model's vocabulary is often padded
+
+
+def test_sentencepiece_vocabularies():
+    tokens = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a"]
+    made = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [("▁", "a")], byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    vocabulary = vocabulary_bytes(tokenizer, len(tokenizer))
+    assert b"".join(vocabulary[i] for i in tokenizer("a b東 ab").input_ids) == " a b東 ab".encode()
+
+
+def test_other_vocabularies_decode_token_by_token():
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert vocabulary_bytes(tokenizer, 3) == [b"a", b"b", b"?"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "ends"),
+    [
+        ("</a>", ["x", "</", "a", ">"], 3),  # across tokens
+        ("</a>", ["x", "</a> and more"], 1),  # inside a token, which stays whole
+        ("</a>", ["x</", "a> and </", "a>"], 1),
+        ("</a>", ["</", "a", "</", "a", ">"], 4),  # a false start
+        ("aab", ["a", "a", "a", "b"], 3),  # overlapping starts
+        ("é", ["x", b"\xc3", b"\xa9!"], 2),  # a character over two tokens
+        ("東", [b"\xe6\x9d", b"\xe6", b"\x9d\xb1"], 2),  # bytes that are no character before it
+        ("b", ["a", "", "b"], 2),  # tokens that add nothing
+        ("</a>", ["</", "a", "x>"], None),
+    ],
+)
+def test_where_a_stop_string_ends(stop, tokens, ends):
+    vocabulary = [t.encode() if isinstance(t, str) else t for t in tokens]
+    stops = Stops((stop,), vocabulary)
+    ids = list(range(len(tokens)))
+    assert next((i for i in ids if stops.end(ids[: i + 1])), None) == ends
+
+
+def test_only_tokens_that_could_end_one_are_looked_at():
+    stops = Stops(("</a>", "stop"), [b"<", b"/", b"a>", b">", b"x", b"non-stop", b"p.", b"top", b"o", b"st"])
+    assert stops.candidates == {2, 3, 5, 6, 7}
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=30), st.lists(st.text("ab<é", min_size=1, max_size=4), min_size=1)
+)
+def test_as_if_all_text_were_searched(tokens, strings):
+    vocabulary = [b"a", b"ab<", b"<", b"\xc3", b"\xa9a", b""]
+    stops = Stops(tuple(strings), vocabulary)
+    for n in range(1, len(tokens) + 1):
+        text, before = (b"".join(vocabulary[t] for t in tokens[:m]) for m in (n, n - 1))
+        found = any(s.encode() in text for s in strings)
+        assert stops.end(tokens[:n]) == found
+        if found:
+            break
+        assert not any(s.encode() in before for s in strings)
