@@ -51,6 +51,7 @@ class Fake:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # headers and body are two writes
 
             def log_message(self, *args):
                 pass
@@ -573,3 +574,25 @@ def test_an_interpreter_without_vllm_is_named(tmp_path):
         find_vllm(empty)
     with pytest.raises(ValueError, match="not an interpreter"):
         find_vllm(Path(tmp_path / "nothing"))
+
+
+def test_the_verb_passes_on_what_follows_the_dashes(monkeypatch, tmp_path):
+    import typer
+    from typer.testing import CliRunner
+
+    from memopd.cli import policy
+    from memopd.engine import vllm_start
+
+    app = typer.Typer()
+    policy.register(app)
+    became = []
+    monkeypatch.setattr(vllm_start, "find_vllm", lambda python: Interpreter("py", on_cpu=False))
+    monkeypatch.setattr(vllm_start, "become", lambda line, environment: became.append(line))
+    refused = CliRunner().invoke(app, [str(tmp_path)])
+    assert isinstance(refused.exception, ValueError)
+    assert "no config.json" in str(refused.exception)
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, [str(tmp_path), "--port", "8009", "--", "--max-num-seqs", "64"])
+    assert result.exit_code == 0, result.output
+    assert became[0][-2:] == ["--max-num-seqs", "64"]
+    assert "--port 8009 --dtype auto" in " ".join(became[0])
