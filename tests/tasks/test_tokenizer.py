@@ -1,4 +1,7 @@
 import random
+from collections import Counter
+from pathlib import Path
+from statistics import mean
 
 import pytest
 from hypothesis import given, settings
@@ -85,3 +88,24 @@ def test_nothing_is_added_and_nothing_lost_in_the_world(texts, tokenizer):
 @given(text=st.text(max_size=60))
 def test_any_text_comes_back(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1024, 2048, 4096])
+def test_the_page_counts_tokens(size):
+    world = make_world(20_000, seed=0)
+    questions = [q for qs in world.questions.values() for q in qs]
+    tokenizer = train_tokenizer([p.contents for p in world.passages] + [q.text for q in questions], size)
+
+    def encode(texts):
+        return tokenizer(list(texts))["input_ids"]
+
+    needed = {step.title for q in world.questions["train"] for step in q.steps}
+    passages = encode(p.contents for p in world.passages)
+    met = Counter(i for p, ids in zip(world.passages, passages, strict=True) if p.title in needed for i in ids)
+    met.update(i for ids in encode(q.text for q in world.questions["train"]) for i in ids)
+    answers = encode(f" {q.answers[0]}" for q in world.questions["test"])
+    rare = mean(met[i] < 100 for ids in answers for i in ids)
+    lengths = [mean(len(ids) for ids in some) for some in (passages, encode(q.text for q in questions), answers)]
+    row = f"| {size:,} | " + " | ".join(f"{length:.1f}" for length in lengths) + f" | {100 * rare:.1f} % |"
+    assert row in (Path(__file__).parents[2] / "docs" / "world.md").read_text()
