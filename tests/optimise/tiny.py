@@ -58,6 +58,7 @@ def save_model(folder: Path, seed: int, tokenizer: PreTrainedTokenizerFast | Non
     return folder
 
 
+@cache
 def recorded(seed: int = 0, episodes: int = EPISODES):
     """Sampled by the student at its start; four episodes a task, rewards of 0, 1 and 2, and r_t here and there."""
     rng = np.random.default_rng(seed)
