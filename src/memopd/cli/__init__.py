@@ -8,7 +8,8 @@ import sys
 
 import typer
 
-from memopd.cli import audit, bench, retrieval, rollout, tasks, train, world
+from memopd.cli import audit, bench, policy, retrieval, rollout, tasks, train, world
+from memopd.cli.gateway import gateway
 from memopd.cli.options import err
 
 app = typer.Typer(
@@ -21,7 +22,9 @@ app.add_typer(world.app)
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(retrieval.index, name="index")
 app.add_typer(retrieval.serve, name="serve")
+policy.register(retrieval.serve)
 app.add_typer(rollout.app)
+app.command()(gateway)
 app.add_typer(audit.app)
 app.add_typer(train.app)
 app.add_typer(bench.app, name="bench")

@@ -1,0 +1,126 @@
+"""world, rollout, evaluate and audit through the command line, on one small world."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from memopd.agent.memory import RULES
+from memopd.record import read_episodes
+from memopd.tasks.files import read_tasks
+from memopd.verify.families import tiny_model
+
+SETS = [f"{split}-q{k}" for split in ("train", "dev", "test") for k in (1, 2, 8, 16)]
+
+
+def memopd(*arguments, status=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "memopd.cli", *map(str, arguments)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == status, done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "world"
+    memopd("world", folder, "--passages", 400, "--episodes", 6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scripted(world):
+    return ["--index", world / "index", "--tokenizer", world / "tokenizer", "--policy", "oracle"]
+
+
+def test_world_writes_everything(world):
+    assert (world / "corpus.jsonl").is_file()
+    assert sorted(p.stem for p in (world / "tasks").iterdir()) == sorted(SETS)
+    for split in ("train", "dev"):
+        for rule in ("mem1", "full_response", "truncate"):
+            episodes = list(read_episodes(world / "oracle" / split / rule / "q2.parquet"))
+            assert [e.reward for e in episodes] == [2.0] * 6
+            assert {e.memory for e in episodes} == {rule}
+    assert not (world / "oracle" / "test").exists()
+
+
+def test_world_is_deterministic_and_refuses_to_overwrite(world, tmp_path):
+    memopd("world", tmp_path / "again", "--passages", 400, "--episodes", 6)
+    for name in ("corpus.jsonl", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (world / name).read_bytes()
+    for name in SETS:
+        file = f"tasks/{name}.parquet"
+        assert read_tasks(tmp_path / "again" / file) == read_tasks(world / file)
+    a, b = (list(read_episodes(w / "oracle/train/mem1/q8.parquet")) for w in (world, tmp_path / "again"))
+    assert [e.calls for e in a] == [e.calls for e in b]
+    assert "exists already" in memopd("world", world, status=2)
+
+
+def test_rollout_goes_on_where_it_stopped(world, scripted, tmp_path):
+    tasks, store = world / "tasks/dev-q2.parquet", tmp_path / "episodes"
+    memopd("rollout", tasks, *scripted, "-o", store, "--limit", 3)
+    memopd("rollout", tasks, *scripted, "-o", store, "--limit", 5)
+    memopd("rollout", tasks, *scripted, "-o", tmp_path / "whole", "--limit", 5)
+    found = [{e.id: e.calls for e in read_episodes(path)} for path in (store, tmp_path / "whole")]
+    assert found[0] == found[1]
+    assert len(found[0]) == 5
+    assert len(list(store.glob("*.parquet"))) == 2
+
+
+def test_samples_of_a_task_are_a_group(world, scripted, tmp_path):
+    memopd("rollout", world / "tasks/dev-q1.parquet", *scripted, "-o", tmp_path / "e", "--limit", 2, "--samples", 3)
+    episodes = list(read_episodes(tmp_path / "e"))
+    assert len({e.id for e in episodes}) == 6
+    assert len({e.task_id for e in episodes}) == 2
+
+
+def test_evaluate(world, scripted, tmp_path):
+    files = [world / f"tasks/dev-q{k}.parquet" for k in (1, 2)]
+    common = ["--limit", 10, "--index", world / "index", "--tokenizer", world / "tokenizer"]
+    known = ["--policy", "guess", "--train", world / "tasks/train-q1.parquet"]
+    memopd("evaluate", *files, *common, *known, "-o", tmp_path / "guess.json")
+    shown = memopd("evaluate", *files, *common, "--policy", "oracle", "--against", tmp_path / "guess.json")
+    for word in ("Q1 EM", "Q2 F1", "peak", "dependency", "time", "grading squad", "minus guess", "paired bootstrap"):
+        assert word in shown
+    found = json.loads(memopd("evaluate", *files, *common, "--policy", "oracle", "--json", "--grading", "mem1"))
+    assert [r["metrics"]["em"]["mean"] for r in found["results"]] == [1.0, 2.0]
+    assert found["results"][0]["setting"]["grading"] == "mem1"
+    assert len(found["tasks"][0][0]) == 10
+
+
+def test_audit_shows_a_row_per_memory_rule(world, scripted, tmp_path):
+    """Rollout context equivalence under every rule, the paper's Table 4."""
+    from transformers import AutoTokenizer
+
+    for rule in RULES:
+        store = tmp_path / rule.replace(":", "-")
+        memopd("rollout", world / "tasks/dev-q2.parquet", *scripted, "-o", store, "--limit", 2, "--memory", rule)
+    tokenizer = AutoTokenizer.from_pretrained(world / "tokenizer")
+    model = tiny_model("qwen2")
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    stores = [tmp_path / rule for rule in RULES]
+    report = json.loads(memopd("audit", *stores, "--model", tmp_path / "model", "--json"))
+    assert report["passed"]
+    assert [r["memory"] for r in report["rules"]] == list(RULES)
+    assert all(r["top1"] == 1.0 and r["p99_logprob"] < 1e-4 for r in report["rules"])
+    assert report["representations"][0]["p99_logprob"] > 0.1  # flattening is wrong on the same episodes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--memory", "mem2"], "unknown memory rule"),
+        (["--policy", "oracle"], "needs --tokenizer"),
+        ([], "give --model"),
+        (["--model", "/nowhere/at/all"], "nowhere"),
+    ],
+)
+def test_errors_say_what_to_do(world, tmp_path, arguments, says):
+    options = ["--index", world / "index", "-o", tmp_path / "e"]
+    if "--memory" in arguments:
+        options += ["--policy", "oracle", "--tokenizer", world / "tokenizer"]
+    said = memopd("rollout", world / "tasks/dev-q1.parquet", *options, *arguments, status=2)
+    assert says in said
+    assert "Traceback" not in said
