@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memopd.bench.tables import load, markdown, tables_of
+from memopd.bench.table import markdown
+from memopd.bench.tables import load, tables_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = sorted((ROOT / "docs" / "results").glob("*-h200.jsonl"))

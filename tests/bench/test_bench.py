@@ -11,7 +11,8 @@ from conftest import mem1_calls
 
 from memopd.bench.attention import thin_trie, trie_of
 from memopd.bench.shapes import episodes_of, independent, merged_rows
-from memopd.bench.tables import load, markdown, plot, tables_of
+from memopd.bench.table import markdown
+from memopd.bench.tables import load, plot, tables_of
 from memopd.compile import compile_calls
 from memopd.record import write_episodes
 from memopd.types import Call, Episode

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from memopd.compile import Decisions, Packed, compile_calls
+from memopd.compile import Packed, compile_calls, side_by_side
 from memopd.types import Call, Episode
 
 VOCABULARY = 151_000  # ids are drawn below this, which every model here has
@@ -129,21 +129,6 @@ def merged_rows(episodes: Sequence[Episode]) -> Packed:
 def _extends(call: Call, before: Call) -> bool:
     whole = np.concatenate([before.prompt, before.completion])
     return len(call.prompt) >= len(whole) and np.array_equal(call.prompt[: len(whole)], whole)
-
-
-def side_by_side(packs: Sequence[Packed], members: Sequence[Sequence[int]]) -> Packed:
-    """Packs as separate trees of one, `members[i]` being the calls of pack i."""
-    start = np.cumsum([0] + [len(p) for p in packs])
-    row = np.concatenate([p.decisions.row + s for p, s in zip(packs, start, strict=False)])
-    call = np.concatenate([np.array(m)[p.decisions.call] for p, m in zip(packs, members, strict=True)])
-    token = np.concatenate([p.decisions.token for p in packs])
-    order = np.argsort(call, kind="stable")
-    return Packed(
-        np.concatenate([p.tokens for p in packs]),
-        np.concatenate([p.positions for p in packs]),
-        np.concatenate([p.exit + s for p, s in zip(packs, start, strict=False)]).astype(np.int32),
-        Decisions(row[order].astype(np.int32), token[order], call[order].astype(np.int32)),
-    )
 
 
 # ---- models -----------------------------------------------------------------------------------------------------

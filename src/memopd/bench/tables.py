@@ -12,26 +12,16 @@ from rich.table import Table
 
 from memopd.bench.actor import ActorResult, Arm
 from memopd.bench.attention import AttentionResult
+from memopd.bench.engine import EngineArm, EngineResult
 from memopd.bench.head import HeadArm, HeadResult
 from memopd.bench.rce import RceResult
+from memopd.bench.retrieval import RetrievalResult
+from memopd.bench.retrieval_growth import GrowthResult
+from memopd.bench.service_tables import engine_table, growth_table, retrieval_table, update_table
+from memopd.bench.table import table
+from memopd.bench.update import Stage, UpdateResult
 from memopd.files import whole
 from memopd.verify import EquivalenceReport, GradientReport
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    made = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="right" if i else "left")
-    for row in rows:
-        made.add_row(*(str(cell) for cell in row))
-    return made
-
-
-def markdown(made: Table) -> str:
-    """The same table for a document."""
-    columns = [[column.header, "---" if i == 0 else "---:", *column.cells] for i, column in enumerate(made.columns)]
-    lines = [" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in zip(*columns, strict=True)]
-    return f"{made.title}\n\n" + "\n".join(f"| {line} |" for line in lines)
 
 
 def load(path: Path) -> list[Any]:
@@ -51,9 +41,21 @@ def _result(values: dict[str, Any]) -> Any:
     if "logits" in values:
         gradients = values["gradients"] and _as(GradientReport, values["gradients"])
         return RceResult(values["model"], values["shape"], _as(EquivalenceReport, values["logits"]), gradients)
-    arm = Arm if "shape" in values else HeadArm
-    arms = tuple(_as(arm, a) for a in values["arms"])
-    return _as(ActorResult if "shape" in values else HeadResult, {**values, "arms": arms})
+    if "retriever" in values:
+        return _as(RetrievalResult, values)
+    if "build_memory" in values:
+        return _as(GrowthResult, values)
+    if "stages" in values:
+        return _as(UpdateResult, {**values, "stages": tuple(_as(Stage, s) for s in values["stages"])})
+    kind, arm = _ARMS[next(key for key in _ARMS if key in values)]
+    return _as(kind, {**values, "arms": tuple(_as(arm, a) for a in values["arms"])})
+
+
+_ARMS: dict[str, tuple[Any, Any]] = {  # by a field that only they have
+    "shape": (ActorResult, Arm),
+    "vocabulary": (HeadResult, HeadArm),
+    "engine_model": (EngineResult, EngineArm),
+}
 
 
 def _as(kind: Any, values: dict[str, Any]) -> Any:
@@ -65,7 +67,8 @@ def _as(kind: Any, values: dict[str, Any]) -> Any:
 def tables_of(results: Sequence[Any]) -> list[Table]:
     made: list[Table] = [actor_table(r) for r in results if isinstance(r, ActorResult)]
     made += [head_table(r) for r in results if isinstance(r, HeadResult)]
-    for kind, table_of in ((AttentionResult, attention_table), (RceResult, rce_table)):
+    made += [engine_table(r) for r in results if isinstance(r, EngineResult)]
+    for kind, table_of in _TOGETHER.items():
         if some := [r for r in results if isinstance(r, kind)]:
             made.append(table_of(some))
     return made
@@ -137,6 +140,15 @@ def rce_table(results: Sequence[RceResult]) -> Table:
     columns = ["", "dtype", "p99 |Δlog p|", "batching floor", "top-1 %", "false clip %", "error / tolerance", "passed",
                "gradient Δ", "reordered Δ", "batched Δ", "passed"]  # fmt: skip
     return table("packed against each call alone", columns, rows)
+
+
+_TOGETHER: dict[type, Any] = {  # kinds whose results share one table
+    AttentionResult: attention_table,
+    RceResult: rce_table,
+    RetrievalResult: retrieval_table,
+    GrowthResult: growth_table,
+    UpdateResult: update_table,
+}
 
 
 def plot_actor(results: Sequence[ActorResult], output: Path) -> None:

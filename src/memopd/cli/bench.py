@@ -45,8 +45,8 @@ def bench_show(
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a document.")] = False,
 ) -> None:
     """Recorded results as tables, and as a plot."""
+    from memopd.bench.table import markdown as as_markdown
     from memopd.bench.tables import load, tables_of
-    from memopd.bench.tables import markdown as as_markdown
     from memopd.bench.tables import plot as draw_plot
 
     loaded = load(results)
@@ -178,3 +178,61 @@ def bench_rce(
     results = report(checks, as_json, model=model)
     ok = all(r.logits.passed and (r.gradients is None or r.gradients.passed) for r in results)
     raise typer.Exit(0 if ok else 1)
+
+
+@app.command("engine")
+def bench_engine(
+    models: Annotated[str, typer.Option(help="Of 3m, 10m: the embedded world's sizes, random weights.")] = "3m,10m",
+    dtype: Annotated[Precision, typer.Option()] = Precision.float32,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="generate with a compiled step too.")] = True,
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """The local engine beside transformers' generate and continuous batching, on prompts of very different lengths."""
+    import torch
+
+    from memopd.bench.engine import run_engine
+
+    kind = getattr(torch, dtype)
+    runs = (run_engine(name, kind, device(), repeats, compiled) for name in track("engine", models.split(",")))
+    report(runs, as_json, dtype=dtype)
+
+
+@app.command("retrieval")
+def bench_retrieval(
+    corpus: Annotated[Path | None, typer.Option(help="A corpus of yours; a synthetic one otherwise.")] = None,
+    questions: Annotated[Path | None, typer.Option(help="FlashRAG questions with supporting_ids.")] = None,
+    passages: Annotated[int, typer.Option(help="Of the synthetic corpus.")] = 100_000,
+    queries: Annotated[int, typer.Option()] = 1000,
+    as_json: Json = False,
+) -> None:
+    """The lexical index, the same as a service for 32 clients, and bm25s, on one corpus."""
+    from memopd.bench.retrieval import run_retrieval
+
+    report(run_retrieval(corpus, questions, passages, queries), as_json)
+
+
+@app.command("growth")
+def bench_growth(
+    sizes: Annotated[str, typer.Option(help="Passages, comma-separated.")] = "100000,1000000",
+    queries: Annotated[int, typer.Option()] = 1000,
+    as_json: Json = False,
+) -> None:
+    """How a lexical index grows with its corpus."""
+    from memopd.bench.retrieval_growth import run_growth
+
+    report(run_growth(numbers(sizes), queries), as_json)
+
+
+@app.command("update")
+def bench_update(
+    student: Annotated[str, typer.Option(help="A model shape, random weights; the critic has it too.")] = "qwen2.5-3b",
+    teacher: Annotated[str, typer.Option(help="A model shape, random weights.")] = "qwen2.5-7b",
+    batch: Annotated[int, typer.Option(help="Times four Q2 trajectories.")] = 16,
+    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    as_json: Json = False,
+) -> None:
+    """One whole update (score, PPO, distillation): packed, and with every call in rows of its own."""
+    from memopd.bench.update import run_update
+
+    report(run_update(student, teacher, device(), batch, dtype), as_json, dtype=dtype)

@@ -15,7 +15,7 @@ app = typer.Typer()
 @app.command()
 def world(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
-    passages: Annotated[int, typer.Option(help="200 to 100,000.")] = 20_000,
+    passages: Annotated[int, typer.Option(help="200 to 200,000.")] = 20_000,
     seed: Annotated[int, typer.Option()] = 0,
     distractors: Annotated[float | None, typer.Option(help="Share of passages with confusable names.")] = None,
     hops: Annotated[str | None, typer.Option(help="Shares of one-hop, bridge and comparison questions: 4,4,2.")] = None,
