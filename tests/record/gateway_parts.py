@@ -52,8 +52,9 @@ class Scripted:
         self.version = 3
         self.requests: list[Request] = []
         self.cancelled = 0
-        self.go = threading.Event()  # cleared: nobody says anything
+        self.go = threading.Event()  # cleared: nobody who is held says anything
         self.go.set()
+        self.held: Callable[[Request], bool] = lambda request: True
         self._say, self._pace = say, pace
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -83,7 +84,7 @@ class Scripted:
         sampled: list[int] = []
         reason = StopReason.STOP
         for id in ids:
-            while not (self.go.wait(0.005) or stopped.is_set()):
+            while self.held(request) and not (self.go.wait(0.005) or stopped.is_set()):
                 pass
             if stopped.wait(self._pace) if self._pace else stopped.is_set():
                 reason = StopReason.ABORTED

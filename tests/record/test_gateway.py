@@ -411,8 +411,10 @@ def test_an_engine_that_fails_or_refuses(tmp_path, caplog):
 
 
 def test_overlapping_calls_are_ordered_by_arrival_and_the_reward_waits_for_them(tmp_path):
-    engine = Scripted(lambda request: "town " * 50 if len(request.prompt) == slowly else "town", pace=0.01)
-    slowly = len(template(user("slowly")))
+    engine = Scripted(lambda request: SAID if engine.held(request) else "town")
+    slowly = template(user("slowly"))
+    engine.held = lambda request: request.prompt.tolist() == slowly
+    engine.go.clear()
     with serving(engine, tmp_path) as url, ThreadPoolExecutor(8) as pool:
         slow = pool.submit(ask, url, messages=[user("slowly")])
         until(lambda: len(engine.requests) == 1)
@@ -422,6 +424,7 @@ def test_overlapping_calls_are_ordered_by_arrival_and_the_reward_waits_for_them(
         until(lambda: ask(url).status_code == 409)
         assert not slow.done()
         assert not rewarded.done()
+        engine.go.set()
         assert slow.result().status_code == 200
         assert rewarded.result().status_code == 200
         assert ask(url).json()["error"]["code"] == "episode_finished"
@@ -467,8 +470,10 @@ def test_the_reward_is_durable_before_its_answer(tmp_path, monkeypatch):
         assert begun.wait(20)
         assert not threading.Event().wait(0.2)
         assert not rewarded.done()
+        assert finish(url, "e1").status_code == 409  # asked again, it is not there yet
         hold.set()
         assert rewarded.result(20).status_code == 200
+        assert finish(url, "e1").status_code == 200
 
 
 def test_a_full_disk_is_an_error_not_a_lost_call(tmp_path, monkeypatch, caplog):
@@ -482,6 +487,8 @@ def test_a_full_disk_is_an_error_not_a_lost_call(tmp_path, monkeypatch, caplog):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_recorded")
         monkeypatch.undo()
         assert ask(url).status_code == 503  # until a restart
+        assert finish(url, "e1").status_code == 503
+        assert finish(url, "e1").status_code == 503
         assert httpx.get(f"{url}/health").status_code == 503
     with serving(Scripted(lambda request: SAID), tmp_path) as url:
         assert ask(url).status_code == 200

@@ -208,6 +208,17 @@ def test_segments_are_rewritten_and_dropped(tmp_path):
     assert contents(tmp_path) == [*kept, b"later"]
 
 
+def test_who_counts_records_counts_before_a_segment_is_sealed(tmp_path):
+    journal = Journal(tmp_path, segment_bytes=100)
+    late = []
+    for payload in PAYLOADS * 5:
+        future = journal.append(payload, lambda done: late.append(done.result() in journal.sealed))
+        future.result(10)
+    journal.close()
+    assert len(late) == 5 * len(PAYLOADS)
+    assert not any(late)
+
+
 def test_a_rewrite_that_was_killed_changes_nothing(tmp_path):
     filled(tmp_path, segment_bytes=300)
     (tmp_path / ".00000001.0123456789abcdef.journal").write_bytes(b"MEMOPDJ1 half")

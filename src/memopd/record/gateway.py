@@ -232,6 +232,11 @@ class _Gateway:
             message = f"there is no model {name[:60]!r} here, only {self._model!r}"
             raise ApiError(404, "model_not_found", message, "model")
 
+    def _check_journal(self) -> None:
+        """Before anything is sampled that could not be recorded."""
+        if broken := self._ledger.broken:
+            raise ApiError(503, "not_recorded", str(broken))
+
     def health(self) -> Response:
         opened, finished = self._ledger.counts
         running = sum(map(len, self._flights.values()))
@@ -262,6 +267,9 @@ class _Gateway:
     async def reward(self, name: str, request: Request) -> Json:
         self.admit(request, name)
         reward, task = _outcome(await _json(request))
+        self._check_journal()
+        if name in self._finishing:
+            raise ApiError(409, "episode_finished", f"episode {name!r} is being finished")
         known = self._ledger.reward(name)
         if known is None:
             await self._finish(name, reward, task)
@@ -270,8 +278,6 @@ class _Gateway:
         return {"episode": name, "finished": True, "reward": reward}  # again, for a client that asks again
 
     async def _finish(self, name: str, reward: float, task: str | None) -> None:
-        if name in self._finishing:
-            raise ApiError(409, "episode_finished", f"episode {name!r} is being finished")
         self._finishing.add(name)  # no new calls
         try:
             while flights := self._flights.get(name):
@@ -287,6 +293,7 @@ class _Gateway:
         self.admit(request, name)
         question = asked(await _json(request), chat)
         self.check_model(question.model)
+        self._check_journal()
         if self._ledger.reward(name) is not None or name in self._finishing:
             raise ApiError(409, "episode_finished", f"episode {name!r} is finished: its reward has come")
         flight = self._take_off(name, question)
@@ -417,7 +424,8 @@ class _Gateway:
             yield _event(answer.opening())
             while not flight.task.done():
                 flight.news.clear()
-                news, seen = flight.heard[seen:], len(flight.heard)
+                news = flight.heard[seen:]
+                seen += len(news)  # not all of `heard`: the engine's thread may have said more meanwhile
                 if piece := unfolding.feed(news):
                     yield _event(answer.chunk(piece))
                 if len(flight.heard) == seen and not flight.task.done():
@@ -438,7 +446,7 @@ class _Events(StreamingResponse):
     """A stream that hangs up on the engine when it ends early, whoever ended it."""
 
     def __init__(self, flight: _Flight, events: AsyncIterator[str], headers: dict[str, str]) -> None:
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=headers | {"cache-control": "no-cache"}, media_type="text/event-stream")
         self._flight = flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -126,9 +126,7 @@ class Ledger:
         payload = _packed(recorded)
         with self._lock:
             self._live.setdefault(recorded.episode, _Live()).calls.append(recorded)
-            future = self._journal.append(payload)
-        future.add_done_callback(lambda done: self._landed(recorded.episode, len(payload), done))
-        return future
+            return self._journal.append(payload, lambda done: self._landed(recorded.episode, len(payload), done))
 
     def finish(self, name: str, reward: float, task: str | None = None) -> Future[int]:
         """Resolves when the outcome is durable. From the first moment on the episode counts as finished."""
@@ -137,9 +135,7 @@ class Ledger:
         with self._lock:
             self._live[name].outcome = outcome
             self._finished[name] = reward
-            future = self._journal.append(payload)
-        future.add_done_callback(lambda done: self._landed(name, len(payload), done, finished=True))
-        return future
+            return self._journal.append(payload, lambda done: self._landed(name, len(payload), done, finished=True))
 
     def compact(self) -> int:
         """Write the finished episodes to the store, one part, and drop them from the journal. Their number."""
@@ -160,7 +156,7 @@ class Ledger:
         self._journal.close()
 
     def _landed(self, name: str, size: int, done: Future[int], finished: bool = False) -> None:
-        """Runs in the journal's thread before the segment can be sealed, so a sealed segment is fully counted."""
+        """Before the segment can be sealed, so that what lives in a sealed segment is known."""
         if done.exception() is None:
             with self._lock:
                 self._count(name, done.result(), size)

@@ -92,12 +92,17 @@ class Journal:
             for start, stop in _payloads(path, data, last=False):  # a torn tail is gone by now
                 yield number, data[start:stop]
 
-    def append(self, payload: bytes) -> Future[int]:
-        """Resolves when the record is durable, with the number of its segment."""
+    def append(self, payload: bytes, landed: Callable[[Future[int]], None] | None = None) -> Future[int]:
+        """Resolves when the record is durable, with the number of its segment.
+
+        `landed` is called with the future before that segment can be sealed.
+        """
         if not payload or self._closed:
             raise ValueError("the journal is closed" if self._closed else "a record must not be empty")
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # whoever waits may go away; the record stays
+        if landed:
+            future.add_done_callback(landed)  # now: later it could run at once, in the caller's thread
         self._queue.put((payload, future))
         return future
 
