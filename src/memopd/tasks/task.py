@@ -1,7 +1,7 @@
 """What is asked: questions with their accepted answers, grouped into tasks of k.
 
-    Task ── questions ──> Question ── answers  the aliases of one answer
-                             └── steps ──> Step  how the oracle finds it (the embedded world only)
+Task ── questions ──> Question ── answers  the aliases of one answer
+                         └── steps ──> Step  how the oracle finds it (the embedded world only)
 """
 
 from __future__ import annotations
