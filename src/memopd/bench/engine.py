@@ -35,6 +35,7 @@ class EngineArm:
     name: str
     seconds: float  # median
     spread: float  # (slowest − fastest) / median
+    processor_seconds: float  # of the CPU, median: what other work on the machine does not change
     tokens_per_second: float  # sampled ones
     speedup: float  # against the fastest arm of transformers' generate
     note: str = ""  # why it was not measured
@@ -114,7 +115,7 @@ def run_engine(
     with continuous(model, work) as way:  # apart from the rest: its thread would run beside them
         some, wrong = _rounds({"transformers continuous batching": way}, repeats)
     times, failed = times | some, failed | wrong
-    best = min(median(t) for arm, t in times.items() if "generate" in arm)
+    best = min(median(t[0] for t in some) for arm, some in times.items() if "generate" in arm)
     sampled = sum(work.tokens)
     return EngineResult(
         engine_model=name,
@@ -130,9 +131,12 @@ def run_engine(
     )
 
 
-def _rounds(ways: dict[str, Callable[[], None]], repeats: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+Times = list[tuple[float, float]]  # on the wall, and of the CPU
+
+
+def _rounds(ways: dict[str, Callable[[], None]], repeats: int) -> tuple[dict[str, Times], dict[str, str]]:
     """Seconds of every way, and why others failed. In rounds, so that a machine that slows down slows every arm."""
-    times: dict[str, list[float]] = {arm: [] for arm in ways}
+    times: dict[str, Times] = {arm: [] for arm in ways}
     failed: dict[str, str] = {}
     for _ in range(repeats + 1):
         for arm, way in ways.items():
@@ -145,19 +149,21 @@ def _rounds(ways: dict[str, Callable[[], None]], repeats: int) -> tuple[dict[str
     return {arm: some[1:] for arm, some in times.items() if arm not in failed}, failed  # the first round warms up
 
 
-def _arm(name: str, times: list[float] | None, note: str, sampled: int, best: float) -> EngineArm:
+def _arm(name: str, times: Times | None, note: str, sampled: int, best: float) -> EngineArm:
     if times is None:
-        return EngineArm(name, *[float("nan")] * 4, note=note)
-    seconds = median(times)
-    return EngineArm(name, seconds, (max(times) - min(times)) / seconds, sampled / seconds, best / seconds)
+        return EngineArm(name, *[float("nan")] * 5, note=note)
+    wall, processor = ([t[i] for t in times] for i in (0, 1))
+    seconds = median(wall)
+    spread = (max(wall) - min(wall)) / seconds
+    return EngineArm(name, seconds, spread, median(processor), sampled / seconds, best / seconds)
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _seconds(work: Callable[[], None]) -> tuple[float, float]:
+    start, processor = time.perf_counter(), time.process_time()
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - processor
 
 
 # ---- the arms -------------------------------------------------------------------------------------------------------

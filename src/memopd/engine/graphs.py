@@ -36,6 +36,10 @@ class Row:
     top_p: float
 
 
+class NotCaptured(Exception):
+    """This model's step cannot be a graph: it makes the host wait, or chooses shapes from values."""
+
+
 class Decoder:
     """Graphs of one step, by batch size rounded up to a power of two. They read the model's parameters where they
     lie, so that training in place needs no new capture; parameters that moved do."""
@@ -56,6 +60,7 @@ class Decoder:
         self.sampled = torch.zeros(2, STEPS, rows, dtype=torch.float64, device=device)  # tokens and log p
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.lies: list[int] = []
+        self.pool = torch.cuda.graph_pool_handle()  # one for all: what a step leaves behind lies in the buffers above
 
     def decode(self, rows: Sequence[Row], steps: int) -> tuple[Any, Any]:
         """`steps` tokens and their log p for every row: two lists of lists, step by step."""
@@ -103,9 +108,11 @@ class Decoder:
             self._step(size, cut)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process, a trainer's say, may allocate meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._step(size, cut)
+        try:  # other threads of the process, a trainer's say, may allocate meanwhile: hence the mode
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                self._step(size, cut)
+        except RuntimeError as why:
+            raise NotCaptured(str(why).splitlines()[0]) from why
         for buffer, before in zip((self.ids, self.positions), kept, strict=True):
             buffer.copy_(before)  # what the step outside the graph wrote into the cache, the first replay writes again
         return graph

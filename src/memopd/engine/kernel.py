@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 64  # queries a tile: tokens × heads of a group
-KEYS = 64  # keys read at once
+BLOCK = 16384  # bytes of keys read at once, so that wide heads in float32 still fit a small GPU's shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,12 @@ class Tiles:
         groups, width = heads // keys.shape[2], values.shape[3]
         out = torch.empty(len(query), heads, width, dtype=query.dtype, device=query.device)
         query = query if query.stride(2) == 1 else query.contiguous()
+        wide = max(16, triton.next_power_of_2(max(d, width)))
         _attend[(len(self.first), keys.shape[2])](
             query, keys, values, out, self.first, self.count, self.start, self.position, scale,
             query.stride(0), query.stride(1), keys.stride(1), values.stride(1), out.stride(0),
-            G=groups, D=d, DV=width, DP=max(16, triton.next_power_of_2(d)), DVP=max(16, triton.next_power_of_2(width)),
-            M=max(16, triton.next_power_of_2(self.tokens * groups)), N=KEYS,
+            G=groups, D=d, DV=width, DP=wide, M=max(16, triton.next_power_of_2(self.tokens * groups)),
+            N=min(64, max(16, BLOCK // (wide * keys.element_size()))), num_stages=2,
         )  # fmt: skip
         return out
 
@@ -60,22 +61,21 @@ def tiles_of(spans: Sequence[Any], groups: int, length: int, device: torch.devic
 def _attend(  # type: ignore[no-untyped-def]
     query, key, value, out, tile_first, tile_count, tile_start, tile_position, scale,
     query_t, query_h, key_row, value_row, out_t,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     count = tl.load(tile_count + tile)
     if count == 0:
         return
     first, start, position = tl.load(tile_first + tile), tl.load(tile_start + tile), tl.load(tile_position + tile)
-    m, d, dv = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
+    m, d = tl.arange(0, M), tl.arange(0, DP)
     token, here = m // G, m // G < count
     q_at = (first + token)[:, None] * query_t + (head * G + m % G)[:, None] * query_h + d[None, :]
     q = tl.load(query + q_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
 
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    mixed = tl.zeros([M, DVP], tl.float32)
+    mixed = tl.zeros([M, DP], tl.float32)
     length = position + count
     for at in range(0, length, N):
         n = at + tl.arange(0, N)
@@ -87,11 +87,11 @@ def _attend(  # type: ignore[no-untyped-def]
         scores = tl.where(n[None, :] <= (position + token)[:, None], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
         weights, fade = tl.exp(scores - higher[:, None]), tl.exp(most - higher)
-        v_at = (start + n)[:, None] * value_row + head * DV + dv[None, :]
-        v = tl.load(value + v_at, mask=(n < length)[:, None] & (dv < DV)[None, :], other=0.0)
+        v_at = (start + n)[:, None] * value_row + head * DV + d[None, :]
+        v = tl.load(value + v_at, mask=(n < length)[:, None] & (d < DV)[None, :], other=0.0)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weights, 1)
         most = higher
-    o_at = (first + token)[:, None] * out_t + (head * G + m % G)[:, None] * DV + dv[None, :]
+    o_at = (first + token)[:, None] * out_t + (head * G + m % G)[:, None] * DV + d[None, :]
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + o_at, result, mask=here[:, None] & (dv < DV)[None, :])
+    tl.store(out + o_at, result, mask=here[:, None] & (d < DV)[None, :])

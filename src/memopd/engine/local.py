@@ -7,6 +7,7 @@ enter. The thread that makes the steps lives while there is work, and holds the 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ from memopd.engine.sampler import Uniforms, draw
 from memopd.engine.slots import WORTHWHILE, Slots
 from memopd.engine.stops import Stops, stops_of
 from memopd.types import Ids, StopReason
+
+log = logging.getLogger("memopd")
 
 # New tokens of prompts a pass; a longer prompt goes alone. A CPU's caches like short rows, a GPU long ones.
 PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -76,6 +79,7 @@ class LocalEngine:
         self._running: list[_Sequence] = []  # in the order of their slots
         self._groups: Groups | None = None  # of those running; None: they changed
         self._decoder: Any = None
+        self._captures = can_capture(model)
         self._weights: list[tuple[int, int]] = []  # where they lay and how often they had been written
 
         self._lock = threading.Condition()  # guards what follows
@@ -335,7 +339,7 @@ class LocalEngine:
 
     def _can_replay(self) -> bool:
         """Whether a CUDA graph can make the next steps: known once a first pass has shown what layers there are."""
-        if self._device.type != "cuda" or not self._cache.layers or self._cache.special or not can_capture(self.model):
+        if self._device.type != "cuda" or not self._cache.layers or self._cache.special or not self._captures:
             return False
         if self._decoder is None:
             from memopd.engine.graphs import Decoder  # not where there is no GPU
@@ -345,7 +349,7 @@ class LocalEngine:
 
     def _replay(self) -> list[Callable[[], None]]:
         """A few steps of everyone who runs, without the host looking in between."""
-        from memopd.engine.graphs import STEPS, Row
+        from memopd.engine.graphs import STEPS, NotCaptured, Row
 
         steps = min(STEPS, max(s.limit - len(s.tokens) for s in self._running))
         rows = []
@@ -353,7 +357,13 @@ class LocalEngine:
             kind, done = s.request.sampling, len(s.tokens)
             uniforms = s.uniforms.until(done + steps)[done : done + steps]
             rows.append(Row(s.slot, s.tokens[-1], s.length - 1, uniforms, kind.temperature, kind.top_k, kind.top_p))
-        return self._take(list(self._running), *self._decoder.decode(rows, steps))
+        try:
+            sampled = self._decoder.decode(rows, steps)
+        except NotCaptured as why:
+            log.warning("engine: %s cannot be captured, steps run one by one (%s)", type(self.model).__name__, why)
+            self._captures = False
+            return self._pass([])
+        return self._take(list(self._running), *sampled)
 
     def _take(
         self, sequences: Sequence[_Sequence], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
