@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ties import WORDS, tied_passages, tied_queries
 
+from memopd.bench.retrieval import write_synthetic
 from memopd.retrieval import Passage, build_index, lexical, open_index, write_corpus
 
 
@@ -154,3 +155,16 @@ def test_queries_keep_their_order(tied):
 def test_k_must_be_positive(tied, k):
     with pytest.raises(ValueError, match="k must be 1 or more"):
         tied.search(["amber"], k)
+
+
+@pytest.mark.slow
+def test_a_buffer_too_small_changes_no_answer(tmp_path, monkeypatch):
+    """The smallest buffer: the writer cuts segments on its own, and merges them when it likes."""
+    asked = [one.query for one in write_synthetic(tmp_path / "corpus.jsonl", 250_000, 300)]
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "one")
+    monkeypatch.setattr(lexical, "_WRITER_BYTES", 15_000_000)
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "several")
+    one, several = open_index(tmp_path / "one"), open_index(tmp_path / "several")
+    assert one._searcher.num_segments == 1 < several._searcher.num_segments
+    for queries in (asked, [query.split()[0] for query in asked]):  # one word alone has many ties
+        assert answers(one, queries, 10) == answers(several, queries, 10)

@@ -30,7 +30,7 @@ _TITLE = 0.25
 
 _ANALYZER = "memopd_english"
 _WRITER_BYTES = 4_000_000_000  # tantivy's most, taken as needed: few segments, and merging begins at eight
-_SEARCHERS = min(8, os.cpu_count() or 1)
+_SEARCHERS = os.cpu_count() or 1
 
 _Found: TypeAlias = tuple[float, tantivy.DocAddress]
 
