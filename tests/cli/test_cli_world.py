@@ -1,11 +1,13 @@
 """world, rollout, evaluate and audit through the command line, on one small world."""
 
+import io
 import json
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
+from memopd import cli
 from memopd.agent.memory import RULES
 from memopd.record import read_episodes
 from memopd.tasks.files import read_tasks
@@ -15,11 +17,14 @@ SETS = [f"{split}-q{k}" for split in ("train", "dev", "test") for k in (1, 2, 8,
 
 
 def memopd(*arguments, status=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "memopd.cli", *map(str, arguments)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == status, done.stderr
-    return done.stdout if status == 0 else done.stderr
+    """The command line in this process: importing torch once is enough."""
+    said = {name: io.StringIO() for name in ("stdout", "stderr")}
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said["stdout"]), redirect_stderr(said["stderr"]):
+        patch.setattr(sys, "argv", ["memopd", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert (left.value.code or 0) == status, said["stderr"].getvalue()
+    return said["stdout" if status == 0 else "stderr"].getvalue()
 
 
 @pytest.fixture(scope="module")
