@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import mem1_calls
+from calls import mem1_calls
 
 from memopd import cli
 from memopd.record import read_episodes, write_episodes

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import mixed_calls
+from calls import mixed_calls
 from matplotlib.image import imread
 
 from memopd.attention.draw import call_rows, draw

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import mem1_calls, mixed_calls
+from calls import mem1_calls, mixed_calls
 
 from memopd.attention import KERNELS, make_plan, plan, planned_attention
 from memopd.attention.dense import DensePlan, visible

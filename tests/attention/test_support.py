@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import mem1_calls
+from calls import mem1_calls
 
 from memopd.attention import check_length, reference_attention, sharing
 from memopd.attention.cascade import CascadePlan

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import mem1_calls
+from calls import mem1_calls
 
 from memopd.bench.attention import thin_trie, trie_of
 from memopd.bench.shapes import episodes_of, independent, merged_rows

@@ -6,7 +6,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from conftest import mem1_calls, mixed_calls
+from calls import mem1_calls, mixed_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import mixed_calls
+from calls import mixed_calls
 
 from memopd.compile import trie
 from memopd.compile.trie import Branch, branches, build_trie

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import mem1_calls, mixed_calls
+from calls import mem1_calls, mixed_calls
 from tiny import THINK, recorded
 
 from memopd.compile import persistent_history

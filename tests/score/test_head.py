@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import mem1_calls
+from calls import mem1_calls
 
 from memopd.attention.plan import NAME
 from memopd.compile import compile_calls

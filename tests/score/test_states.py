@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from conftest import mem1_calls, mixed_calls
+from calls import mem1_calls, mixed_calls
 
 from memopd.attention import plan
 from memopd.compile import compile_calls, fill

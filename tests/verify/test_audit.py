@@ -7,7 +7,7 @@ from io import StringIO
 
 import pytest
 import torch
-from conftest import mem1_calls
+from calls import mem1_calls
 from rich.console import Console
 
 from memopd.types import Call, Episode, Sampling, Segment

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import mem1_calls, mixed_calls
+from calls import mem1_calls, mixed_calls
 
 from memopd.compile import Decisions, Packed, compile_calls, corrupt
 from memopd.types import Call

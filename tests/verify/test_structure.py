@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import mem1_calls, mixed_calls
+from calls import mem1_calls, mixed_calls
 
 from memopd.compile import Decisions, Packed, compile_calls, corrupt, fill
 from memopd.types import Call
