@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ class Ended:
     code: int
     out: str
     err: str
+    seconds: float  # of CPU
 
     def line(self) -> str:
         """The one line that an error is."""
@@ -36,9 +38,23 @@ class Command:
 
     def end(self) -> Ended:
         self.process.join()
-        out, err = (Path(self.folder.name, name).read_text() for name in ("out", "err"))
+        out, err, seconds = (Path(self.folder.name, name).read_text() for name in ("out", "err", "seconds"))
         self.folder.cleanup()
-        return Ended(self.process.exitcode, out, err)
+        return Ended(self.process.exitcode, out, err, float(seconds))
+
+    def kill_at(self, seconds: float) -> None:
+        """SIGKILL once the process has had so many seconds of CPU: a busy machine does not move the instant."""
+        while self.process.is_alive() and self._seconds() < seconds:
+            time.sleep(0.002)
+        self.process.kill()
+        self.process.join()
+
+    def _seconds(self) -> float:
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            return float("inf")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memopd(*arguments: object, **options: object) -> Ended:
@@ -57,4 +73,7 @@ def _main(arguments: tuple[str, ...], environment: dict[str, str], before: objec
     sys.argv = ["memopd", *arguments]
     from memopd import cli
 
-    cli.main()
+    try:
+        cli.main()
+    finally:
+        Path(folder, "seconds").write_text(str(time.process_time()))

@@ -34,13 +34,15 @@ class LocalPolicy:
         self.engine = LocalEngine(self.model, tokenizer, slots=config.sampling.batch, max_length=length)
 
     def refresh(self, version: int) -> None:
-        """From now on, sample with the weights after `version` updates."""
-        if version == self.version:
-            return
-        self.version = version
+        """From now on, sample with the weights after `version` updates.
+
+        What the engine remembers of earlier prompts goes even where the weights are the same: a resumed run has no
+        such memory, and must round as this one does.
+        """
         with self.engine.updating(version):
-            if self.model is not self.root.model:
+            if self.model is not self.root.model and version != self.version:
                 copy_weights(self.root, self.model)
+        self.version = version
 
 
 class ServedPolicy:

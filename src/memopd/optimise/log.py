@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from memopd.optimise import ranks
 from memopd.optimise.checkpoint import latest, read_state
 from memopd.record import write_episodes
 from memopd.types import Episode
+
+UNFINISHED = re.compile(r"\.partial$|\.[0-9a-f]{32}(\.|$)")  # what never got its real name
 
 
 @dataclass(slots=True)
@@ -81,9 +84,9 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
     run = Run(path, first, checkpoint)
     if ranks.rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
-        if there:
+        if resume:
             _cut_back(path, first)
-        else:  # also where a run was killed before it had written as much as this
+        if not there:  # also where a run was killed before it had written as much as this
             with whole(path / "config.json") as file:
                 file.write_text(config.as_json())
         from torch.utils.tensorboard import SummaryWriter
@@ -113,8 +116,9 @@ def _cut_back(path: Path, first: int) -> None:
     for part in (path / "episodes").glob("step-*.parquet"):
         if int(part.stem.removeprefix("step-")) >= first:
             part.unlink()
-    for folder in (path / "checkpoints").glob(".step-*.partial"):
-        shutil.rmtree(folder, ignore_errors=True)
+    for left in [*path.glob(".*"), *path.glob("*/.*")]:
+        if UNFINISHED.search(left.name):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _difference(before: RunConfig, now: RunConfig) -> str:
