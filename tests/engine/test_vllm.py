@@ -518,6 +518,8 @@ def test_nobody_samples_with_weights_that_are_not_verified(fakes, connect, check
         engine.verify(lambda pairs, _: [np.zeros(4)], [[1, 2]], tolerance=1e-6)
     with pytest.raises(StaleWeights):
         waiting.completion.result(5)
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)  # the score was wrong, not the server
+    assert engine.generate(some(2)[1:])[0].policy_version == 2
     engine.update(checkpoint, 3)
     engine.verify(agree, [[1, 2]], tolerance=1e-6)
     assert engine.generate(some(2)[1:])[0].policy_version == 3

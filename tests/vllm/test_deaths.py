@@ -53,15 +53,14 @@ def test_a_server_killed_during_a_rollout_loses_and_doubles_nothing(first, secon
                     assert (request.episode, t) not in recorded
                     recorded[request.episode, t] = completion
 
-        threads = [threading.Thread(target=run, args=(turns,)) for turns in episodes]
+        threads = [threading.Thread(target=run, args=(turns,), daemon=True) for turns in episodes]
         for thread in threads:
             thread.start()
-        while len(recorded) < 30:
-            time.sleep(0.01)
-        busy = {s.url: s.outstanding for s in engine._fleet.servers}
+        victim = engine._fleet.servers[1]
+        while len(recorded) < 30 or victim.outstanding < 5:
+            time.sleep(0.001)
+        interrupted = victim.outstanding
         two.kill()
-        assert min(busy.values()) > 5  # both had work, evenly
-        assert max(busy.values()) - min(busy.values()) <= 2
         for thread in threads:
             thread.join(300)
         assert sorted(recorded) == sorted((turns[0].episode, t) for turns in episodes for t in range(4))
@@ -73,7 +72,7 @@ def test_a_server_killed_during_a_rollout_loses_and_doubles_nothing(first, secon
         assert {c.policy_version for c in together} == {5}
         # The seed decides, not the server. Batches differ, so a draw within rounding of a boundary may flip.
         flips = sum(c.tokens.tolist() != e for c, e in zip(together, expected, strict=True))
-        print(f"{flips} of {len(together)} completions differ from those of the undisturbed run")
+        print(f"\n{interrupted} of {len(together)} calls interrupted; {flips} differ from those of an undisturbed run")
         assert flips <= 2
 
         with serving(path, port) as back:
@@ -122,7 +121,7 @@ def test_tied_embeddings_that_vllm_on_cpu_leaves_behind_are_caught(tmp_path):
         engine.update(tmp_path / "new", version=1)
         with pytest.raises(StaleWeights, match=server.url) as caught:
             engine.verify(scorer(new), [np.arange(1, 60)], tolerance=1e-3)
-        print(caught.value)
+        print(f"\n{caught.value}")
         engine.close()
 
 

@@ -69,7 +69,7 @@ class Fleet:
     async def acquire(self, though_shut: bool = False) -> Server:
         """The least busy server that is up. Waits for one; an error when all have been down for too long."""
         while True:
-            if self.failure:
+            if self.failure and not though_shut:
                 raise self.failure
             up = [s for s in self.servers if s.down_since is None]
             free = [s for s in up if s.outstanding < AT_ONCE]
@@ -99,7 +99,7 @@ class Fleet:
             await asyncio.sleep(0.01)
 
     def open(self) -> None:
-        self._open = True
+        self._open, self.failure = True, None
         self._wake(len(self._waiting))
 
     def fail(self, error: Exception) -> None:
