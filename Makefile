@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup quickstart test test-slow lint models
+.PHONY: setup quickstart test test-slow test-vllm lint models
 
 setup: $(READY)
 
@@ -22,6 +22,13 @@ test: $(READY)
 test-slow: SHELL := /bin/bash
 test-slow: $(READY)
 	set -o pipefail; (date -u +%F; $(BIN)/python -m pytest -m slow -rp --durations=5) 2>&1 | tee docs/results/test-slow.txt
+
+# Against real vLLM, in an environment of its own that is kept for the next time. Skipped, and said so, without room.
+VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/vllm
+test-vllm: $(READY)
+	@PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"; status=$$?; \
+	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \
+	    MEMOPD_VLLM_PYTHON="$(VLLM)/bin/python" $(BIN)/python -m pytest tests/vllm -s
 
 lint: $(READY)
 	$(BIN)/ruff check .
