@@ -9,7 +9,7 @@ from memopd.types import Ids
 
 
 def visible(tokenizer: Any, ids: Ids, stops: Sequence[str], keep_stop: bool = False) -> str:
-    """The text without special tokens, up to the first stop string, or past it with `keep_stop`."""
+    """The text without special tokens, up to the stop string, or past it with `keep_stop`."""
     text = _words(tokenizer, ids.tolist())
     end = _end(text, stops, keep_stop)
     return text if end is None else text[:end]
@@ -61,11 +61,12 @@ def _words(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _end(text: str, stops: Sequence[str], keep_stop: bool, start: int = 0) -> int | None:
-    found = [(at, len(stop)) for stop in stops if (at := text.find(stop, start)) >= 0]
+    """Where the text ends: at the stop string that is complete first, as the engine sees them come."""
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, start)) >= 0]
     if not found:
         return None
-    at, length = min(found)
-    return at + length if keep_stop else at
+    past, at = min(found)
+    return past if keep_stop else at
 
 
 def _pending(text: str, stops: Sequence[str]) -> int:
