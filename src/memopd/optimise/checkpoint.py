@@ -64,6 +64,7 @@ def _write(file: Path, group: dict[str, Tensor]) -> None:
     try:
         save_file({key: _local(value).cpu().contiguous() for key, value in group.items()}, file, starts)
     except SafetensorError as error:  # which hides what the system said, a full disk for one
+        shutil.rmtree(file.parent, ignore_errors=True)
         raise OSError(f"{file}: cannot be written ({error}); the last checkpoint is intact") from None
     _sync(file)
 
@@ -160,7 +161,8 @@ def _pieces(readers: list[Any], key: str) -> Iterator[tuple[int, Any]]:
 
 
 def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value.detach()
+    value = value.detach()  # shares the memory, so that filling it fills the parameter
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _start(value: Tensor) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from memopd.config import RunConfig
@@ -101,6 +102,9 @@ def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:
     weights = {name: value.cpu() for name, value in whole_weights(root) if first}
     if first:
         with whole_folder(output / "model") as folder:
-            root.model.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
+            try:
+                root.model.save_pretrained(folder, state_dict=weights)
+            except SafetensorError as error:
+                raise OSError(f"{output / 'model'}: cannot be written ({error}); --resume writes it again") from None
     ranks.barrier()

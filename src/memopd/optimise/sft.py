@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
@@ -63,7 +63,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         root = prepare(PolicyRoot(model, config.model.attention), config.model, device, trained=True)
         optimiser = adamw(root, s.lr, config.optimise.weight_decay)
         checkpoint.restore(run.checkpoint, trained_tensors("student", root, optimiser))
-        examples = load_examples(s.episodes, s.keep, decode, budget)
+        batches = plan(load_examples(s.episodes, s.keep, decode, budget), s, steps, every.seed)
         dev = load_examples(s.dev, (), decode, budget, DEV_EPISODES)
         sampler = Sampler(config, root, tokenizer, output) if every.dev_every and config.tasks.dev else None
         if sampler is not None:
@@ -72,7 +72,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
 
         for step in range(run.first, steps):
             with run.stage("compile"):
-                batch = mini_batch([e.episode for e in choose(examples, s, step, steps, every.seed)], budget)
+                batch = mini_batch([e.episode for e in batches[step]], budget)
             with run.stage("update"):
                 set_learning_rate(optimiser, learning_rate(s.lr, step, steps, WARMUP, "cosine"))
                 metrics = imitate(root, optimiser, batch, config.optimise.max_grad_norm)
@@ -154,16 +154,20 @@ def well_formed(response: str) -> bool:
     return tags == [1, 1] and all(closed) and acts == 1
 
 
-def choose(examples: Sequence[Example], s: SftConfig, step: int, steps: int, seed: int) -> list[Example]:
-    """A batch of about `sft.batch` tokens: a function of the seed and the step alone."""
-    pool = examples
-    if step < s.short * steps:
-        pool = [e for e in examples if e.k <= s.short_k] or examples
-    chosen: list[Example] = []
-    tokens = 0
-    for i in np.random.default_rng([seed, step]).permutation(len(pool)):
-        if chosen and tokens + pool[i].tokens > s.batch:
-            break
-        chosen.append(pool[i])
-        tokens += pool[i].tokens
-    return chosen
+def plan(examples: Sequence[Example], s: SftConfig, steps: int, seed: int) -> list[list[Example]]:
+    """The batches of a run, a function of the seed alone: rounds over the short tasks, then over all."""
+    rng = np.random.default_rng(seed)
+    short = [e for e in examples if e.k <= s.short_k] or examples
+    first = round(s.short * steps)
+    return [*islice(_rounds(short, s.batch, rng), first), *islice(_rounds(examples, s.batch, rng), steps - first)]
+
+
+def _rounds(pool: Sequence[Example], tokens: int, rng: np.random.Generator) -> Iterator[list[Example]]:
+    """Batches of at most so many tokens without end; each round has every example once, in an order of its own."""
+    batch: list[Example] = []
+    while True:
+        for i in rng.permutation(len(pool)):
+            if batch and sum(e.tokens for e in batch) + pool[i].tokens > tokens:
+                yield batch
+                batch = []
+            batch.append(pool[i])

@@ -1,0 +1,74 @@
+"""bfloat16 passes over float32 master weights, on one process; frozen models in the precision that they run in."""
+
+import torch
+from command import memopd
+from tiny import recorded, workshop
+
+from memopd.config import load_config
+from memopd.optimise import ranks
+from memopd.optimise.batch import compile_batches
+from memopd.optimise.checkpoint import read_whole
+from memopd.optimise.learner import build
+from memopd.optimise.log import read_metrics
+from memopd.optimise.models import copy_weights, is_sharded, lent, whole_copy
+from memopd.optimise.scoring import policy_scores
+
+CPU = torch.device("cpu")
+
+
+def test_a_run_in_bfloat16(tmp_path):
+    small = ("--optimise.lr", "1e-5")
+    ended = memopd(
+        "train", workshop() / "config.toml", "--output", tmp_path / "run", "--model.dtype", "bfloat16", *small
+    )
+    assert ended.code == 0, ended.err
+    lines = read_metrics(tmp_path / "run")
+    assert all(m["first_ratio_error"] == 0 for m in lines)
+    weights = read_whole(tmp_path / "run" / "checkpoints" / "step-000003", "student")
+    start = read_whole(tmp_path / "run" / "checkpoints" / "step-000001", "student")
+    assert all(w.dtype == torch.float32 for w in weights.values())
+    moved = torch.cat([((weights[n] - start[n]) / weights[n]).abs().flatten() for n in weights])
+    assert 0 < moved.median() < 2**-12  # steps that bfloat16 weights would have lost
+    full = memopd("train", workshop() / "config.toml", "--output", tmp_path / "full", *small)
+    assert full.code == 0
+    precise, *_ = read_metrics(tmp_path / "full")
+    for name in ("loss_opd", "entropy", "reward", "teacher_kl_think", "loss_value"):
+        assert abs(lines[0][name] - precise[name]) < 0.02 * abs(precise[name]), name
+
+
+def test_what_is_kept_in_which_precision():
+    config = load_config(workshop() / "config.toml", {"model.dtype": "bfloat16"})
+    with ranks.joined():
+        learner = build(config, CPU)
+        assert is_sharded(learner.student)
+        assert {w.dtype for w in learner.student.weights.values()} == {torch.float32}
+        for frozen in (learner.reference, learner.teacher):
+            assert not is_sharded(frozen)
+            assert {w.dtype for w in frozen.weights.values()} == {torch.bfloat16}
+            assert frozen.model.model.rotary_emb.inv_freq.dtype == torch.float32  # rounded, it would turn other angles
+            assert not any(p.requires_grad for p in frozen.parameters())
+        copy = whole_copy(learner.student, "bfloat16")
+        copy_weights(learner.student, copy)
+        assert copy.model.rotary_emb.inv_freq.dtype == torch.float32
+        # The reference starts as the student: sharded or whole, both score alike.
+        batch = compile_batches(recorded(episodes=8), config.optimise, 0, 0)[0]
+        a, b = (policy_scores(root, batch, 1.0) for root in (learner.student, learner.reference))
+        assert torch.equal(a, b)
+
+
+def test_lending_brings_back_the_very_same_weights(monkeypatch):
+    root = build(load_config(workshop() / "config.toml"), CPU).reference
+    before = {n: (p, p.data_ptr(), p.clone()) for n, p in root.named_parameters()}
+
+    def to_a_gpu(device):
+        for p in root.parameters():
+            p.data = p.data + 1  # elsewhere, as `Module.to` does it
+
+    monkeypatch.setattr(root, "to", to_a_gpu)
+    with lent(root, torch.device("cuda")):
+        assert all(p.data_ptr() != before[n][1] for n, p in root.named_parameters())
+    for name, p in root.named_parameters():
+        was, where, value = before[name]
+        assert p is was
+        assert p.data_ptr() == where
+        assert torch.equal(p, value)
