@@ -77,7 +77,7 @@ class ServedPolicy:
 
     def _tolerance(self) -> float:
         """What rounding allows, measured on the prompts with the weights as they are now."""
-        precise = whole_copy(self.root, name_of(MORE_PRECISE[self.dtype]))
+        precise = whole_copy(self.root, name_of(MORE_PRECISE.get(self.dtype, torch.float64)))
         copy_weights(self.root, precise)
 
         def exact(pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> list[Floats]:
