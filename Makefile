@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/vllm
 
 .PHONY: setup quickstart test test-slow test-vllm lint models
 
@@ -21,10 +22,9 @@ test: $(READY)
 # Minutes to an hour. Its dated results are committed.
 test-slow: SHELL := /bin/bash
 test-slow: $(READY)
-	set -o pipefail; (date -u +%F; $(BIN)/python -m pytest -m slow -rp --durations=5) 2>&1 | tee docs/results/test-slow.txt
+	set -o pipefail; (date -u +%F; MEMOPD_VLLM_PYTHON=$(wildcard $(VLLM)/bin/python) $(BIN)/python -m pytest -m slow -rp --durations=5) 2>&1 | tee docs/results/test-slow.txt
 
 # Against real vLLM, in an environment of its own that is kept for the next time. Skipped, and said so, without room.
-VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/vllm
 test-vllm: $(READY)
 	@PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"; status=$$?; \
 	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \

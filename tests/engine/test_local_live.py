@@ -10,6 +10,7 @@ import torch
 from test_stops import byte_level
 
 from memopd.engine import Request
+from memopd.engine.cache import Cache
 from memopd.engine.local import LocalEngine
 from memopd.engine.stops import vocabulary_bytes
 from memopd.types import Sampling, StopReason
@@ -132,24 +133,36 @@ def test_a_listener_that_fails_fails_alone(model):
 
 def test_broken_weights_are_an_error_and_mended_ones_work_again():
     model = tiny_model("qwen2")
-    one, weight = engine(model), model.model.norm.weight
-    before = weight.detach().clone()
+    model.generation_config.eos_token_id = None
+    some = [Request(PROMPT[:n], n, Sampling(max_tokens=5)) for n in range(1, 9)]
+    one, weight = engine(model), model.model.layers[0].input_layernorm.weight
+    before, expected = weight.detach().clone(), one.generate(some)
     with torch.no_grad():
         weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="not numbers"):
-        one.generate([long()])
+        one.generate([long()] * 8)
     with torch.no_grad():
         weight.copy_(before)
-    assert len(one.generate([Request(PROMPT, 0, Sampling(max_tokens=5))])[0].tokens) == 5
+    made = one.generate(some)  # side by side in slots that held NaN
+    assert [c.tokens.tolist() for c in made] == [c.tokens.tolist() for c in expected]
 
 
 def test_a_failing_pass_reaches_everybody_who_waits(model, monkeypatch):
     one = engine(model, slots=2)
-    monkeypatch.setattr(one._cache, "write", lambda *_: 1 / 0)
+    monkeypatch.setattr(Cache, "write", lambda *_: 1 / 0)
     tickets = [one.submit(long()) for _ in range(5)]
     for ticket in tickets:
         with pytest.raises(ZeroDivisionError):
             ticket.completion.result(timeout=60)
+    monkeypatch.undo()
+    assert len(one.generate([Request(PROMPT, 0, Sampling(max_tokens=5))])[0].tokens) == 5
+
+
+def test_a_thread_that_dies_tells_everybody(model, monkeypatch):
+    one = engine(model)
+    monkeypatch.setattr(one, "_notice_new_weights", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one.generate([long()] * 3)
     monkeypatch.undo()
     assert len(one.generate([Request(PROMPT, 0, Sampling(max_tokens=5))])[0].tokens) == 5
 
@@ -175,6 +188,13 @@ def test_an_update_waits_for_what_runs_and_holds_what_waits():
         assert not waiting.completion.done()
         model.model.norm.weight.mul_(1.1)
     assert waiting.completion.result(timeout=60).policy_version == one.version == 5
+
+
+def test_an_update_that_fails_leaves_the_version(model):
+    one = engine(model)
+    with pytest.raises(ZeroDivisionError), one.updating(9):
+        1 / 0  # noqa: B018
+    assert one.generate([Request(PROMPT, 0, Sampling(max_tokens=2))])[0].policy_version == 0
 
 
 def test_the_engine_cannot_wait_for_itself(model):

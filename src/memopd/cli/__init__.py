@@ -32,6 +32,7 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
     try:
         app()
     except (ValueError, OSError) as error:  # what a user did; anything else is ours and keeps its traceback

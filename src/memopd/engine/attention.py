@@ -202,6 +202,8 @@ AttentionInterface.register(NAME, attend)
 def borrowed(model: Any) -> Iterator[None]:
     """The model as the engine runs it: its own attention, no dropout, no gradients; afterwards all as it was."""
     before, training = model.config._attn_implementation, [m for m in model.modules() if m.training]
+    if before == NAME:
+        raise ValueError("this model is in use by another engine: wait until its requests are done, or use one engine")
     model.set_attn_implementation(NAME)
     model.eval()
     try:

@@ -37,6 +37,11 @@ class Cache:
                 flat = part.view(-1, *part.shape[2:])
                 flat.index_copy_(0, target, flat.index_select(0, source))
 
+    def clear(self, slot: int) -> None:
+        for keys, values in self.layers.values():
+            keys[slot].zero_()
+            values[slot].zero_()
+
     def _make(self, like: Tensor) -> Tensor:
         shape = (self.slots, self.length, *like.shape[1:])
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,6 +84,7 @@ class LocalEngine:
 
         self._lock = threading.Condition()  # guards what follows
         self._waiting: dict[_Sequence, None] = {}
+        self._given_up: list[_Sequence] = []  # cancelled before they entered
         self._thread: threading.Thread | None = None
         self._paused = False
         self._closed = False
@@ -98,6 +99,7 @@ class LocalEngine:
         except BaseException:  # an error, or somebody at the keyboard
             for ticket in tickets:
                 ticket.cancel()
+            wait([t.completion for t in tickets])  # whoever catches this finds the model at rest
             raise
 
     def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
@@ -127,10 +129,10 @@ class LocalEngine:
             self._lock.wait_for(lambda: self._thread is None)
         try:
             yield
+            self._version = version
         finally:
             with self._lock:
                 self._slots.forget()
-                self._version = version
                 self._paused = False
                 self._lock.notify_all()
                 self._start()
@@ -147,9 +149,9 @@ class LocalEngine:
     def close(self) -> None:
         """End what runs and what waits as aborted, and take no more."""
         with self._lock:
-            self._closed = True
-            sequences = [*self._waiting, *self._running]
-        for sequence in sequences:
+            self._closed = True  # which those that run notice by themselves
+            waiting = list(self._waiting)
+        for sequence in waiting:
             self._cancel(sequence)
         with self._lock:
             if self._thread is not threading.current_thread():
@@ -178,7 +180,7 @@ class LocalEngine:
                 raise ValueError(f"{name}a stop string must not be empty")
             stops = self._stops(tuple(request.stop))
         limit = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
-        return _Sequence(request, prompt.astype(np.int32), limit, stops, heard, Uniforms(request.seed))
+        return _Sequence(request, prompt.astype(np.int32), limit, stops, heard, Uniforms(int(request.seed)))
 
     def _enter(self, sequences: Sequence[_Sequence]) -> list[Ticket]:
         with self._lock:
@@ -198,10 +200,13 @@ class LocalEngine:
     def _cancel(self, sequence: _Sequence) -> None:
         sequence.cancelled = True
         with self._lock:
-            waiting = sequence in self._waiting
-            self._waiting.pop(sequence, None)
-        if waiting:
-            self._done(sequence, StopReason.ABORTED)()
+            if sequence not in self._waiting:
+                return
+            del self._waiting[sequence]
+            if self._thread is not None:  # it may hold the model already: it answers when it has let go
+                self._given_up.append(sequence)
+                return
+        self._done(sequence, StopReason.ABORTED)()
 
     def _done(self, sequence: _Sequence, stop: StopReason) -> Callable[[], None]:
         """The completion, to be handed over when the engine chooses."""
@@ -213,22 +218,40 @@ class LocalEngine:
 
     def _work(self) -> None:
         finished: list[Callable[[], None]] = []
-        place = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with place:
-            while True:
-                self._notice_new_weights()
-                with borrowed(self.model):
-                    while self._running or self._has_waiting():
-                        for hand_over in finished:  # others still run: nobody has to wait for them
-                            hand_over()
-                        finished = self._step()
-                with self._lock:
-                    if not self._waiting or self._paused:
-                        self._thread = None
-                        self._lock.notify_all()
-                        break
+        alive = True
+        try:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                while alive:
+                    self._serve(finished)
+                    with self._lock:
+                        alive = self._has_waiting()
+                        finished += self._end(alive)
+        except BaseException as why:  # nobody may wait for an answer that will not come
+            with self._lock:
+                waiting, self._waiting = list(self._waiting), {}
+                finished += self._fail([*self._running, *waiting], why) + self._end(alive=False)
         for hand_over in finished:  # the model is its owner's again before the last completion arrives
             hand_over()
+
+    def _end(self, alive: bool) -> list[Callable[[], None]]:
+        """Whether the thread goes on; and what it owes to those who gave up waiting."""
+        if not alive:
+            self._thread = None
+            self._lock.notify_all()
+        gone, self._given_up = self._given_up, []
+        return [self._done(s, StopReason.ABORTED) for s in gone]
+
+    def _serve(self, finished: list[Callable[[], None]]) -> None:
+        """Steps until nothing runs and nothing may enter. What finishes in the last one is left in `finished`."""
+        self._notice_new_weights()
+        with borrowed(self.model):
+            while self._running or self._has_waiting():
+                while finished:  # others still run: nobody has to wait for them
+                    finished.pop()()
+                finished += self._step()
+                if self._given_up:
+                    with self._lock:
+                        finished += self._end(alive=True)
 
     def _has_waiting(self) -> bool:
         return bool(self._waiting) and not self._paused
@@ -249,10 +272,14 @@ class LocalEngine:
                 return self._replay()
             return self._pass(entering)
         except Exception as why:  # to those who wait for an answer; the thread goes on with the others
-            failed = [*self._running, *(s for s, _ in entering)]
-            self._running, self._groups = [], None
-            self._slots = Slots(len(self._slots.tokens), self.max_length)
-            return [partial(s.future.set_exception, why) for s in failed]
+            return self._fail([*self._running, *(s for s, _ in entering)], why)
+
+    def _fail(self, sequences: Sequence[_Sequence], why: BaseException) -> list[Callable[[], None]]:
+        """An error for these, who are all that run, and an empty cache for whoever comes next."""
+        self._running, self._groups, self._decoder = [], None, None
+        slots = len(self._slots.tokens)
+        self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
+        return [partial(s.future.set_exception, why) for s in sequences]
 
     def _admit(self, entering: list[tuple[_Sequence, int]]) -> None:
         """Who enters now, with how many tokens of its prompt were copied from a slot that starts alike."""
@@ -301,13 +328,13 @@ class LocalEngine:
             rows.append(new + sequence.slot * self.max_length)
             at += len(new)
             last.append(at - 1)
-        if self._groups is None:
+        if self._groups is None and self._device.type == "cpu":
             self._groups = group(slots, lengths, self.max_length, self.model.dtype)
         this = Pass(
             self._cache,
             self._tensor(np.concatenate(rows)),
             spans=[*spans, *prompts],
-            groups=self._groups.at(slots, lengths),
+            groups=() if self._groups is None else self._groups.at(slots, lengths),
             alone=prompts,
         )
         logits = self.model(
@@ -379,9 +406,11 @@ class LocalEngine:
                 if stop is None:
                     continue
                 finished.append(self._done(sequence, stop))
+                self._slots.leave(sequence.slot, np.concatenate([sequence.prompt, sequence.tokens]))
             except Exception as why:  # its listener failed, or its logits were not numbers: the others go on
                 finished.append(partial(sequence.future.set_exception, why))
-            self._slots.leave(sequence.slot, np.concatenate([sequence.prompt, sequence.tokens]))
+                self._cache.clear(sequence.slot)  # 0 times NaN would spread
+                self._slots.leave(sequence.slot, sequence.prompt[:1])
             sequence.slot = -1
         if finished:
             self._running, self._groups = [s for s in self._running if s.slot >= 0], None
@@ -389,10 +418,10 @@ class LocalEngine:
 
     def _hear(self, sequence: _Sequence, token: int, logprob: float) -> StopReason | None:
         """One more token; why it is the last, if it is."""
-        if sequence.cancelled:
-            return StopReason.ABORTED
-        if logprob != logprob:
+        if logprob != logprob:  # first, so that no NaN stays in the cache
             raise ValueError("the model's logits are not numbers: its weights are broken")
+        if sequence.cancelled or self._closed:
+            return StopReason.ABORTED
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         if sequence.heard is not None:
