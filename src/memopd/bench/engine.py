@@ -243,7 +243,7 @@ def continuous(model: Any, work: Work) -> Iterator[Callable[[], None]]:
             managers[0].add_request(prompt.tolist(), request_id=str(i), max_new_tokens=count)
         done = 0
         while done < len(work.prompts):
-            result = managers[0].get_result(timeout=60)
+            result = managers[0].get_result(timeout=600)
             if result is None or result.error:
                 raise RuntimeError(f"no answer: {result and result.error}")
             done += bool(result.is_finished())
