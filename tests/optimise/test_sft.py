@@ -38,17 +38,19 @@ def test_the_loss_goes_down_and_the_tags_are_learnt():
 
 
 def test_killed_and_resumed(tmp_path):
-    arguments = ("sft", world() / "sft.toml", "--output", tmp_path / "run")
-    instant = random.uniform(0.5, 4)
-    Command(*arguments).kill_at(instant)
+    arguments = ("sft", world() / "sft.toml", "--sft.tokens", "80_000", "--run.save_every", "4", "--output")
+    whole = memopd(*arguments, tmp_path / "whole")
+    assert whole.code == 0, whole.err
+    instant = random.uniform(0.1, 1) * whole.seconds
+    Command(*arguments, tmp_path / "run").kill_at(instant)
     reached = len(read_metrics(tmp_path / "run"))
-    assert memopd(*arguments, *["--resume"] * (tmp_path / "run").exists()).code == 0
-    a, b = (read_metrics(r) for r in (tmp_path / "run", policy()))
+    assert memopd(*arguments, tmp_path / "run", *["--resume"] * (tmp_path / "run").exists()).code == 0
+    a, b = (read_metrics(tmp_path / name) for name in ("run", "whole"))
     for line in (*a, *b):
         for name in [n for n in line if "second" in n]:
             del line[name]
     assert a == b, f"killed after {instant:.2f} s, {reached} steps"
-    a, b = (load_file(r / "model" / "model.safetensors") for r in (tmp_path / "run", policy()))
+    a, b = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole"))
     assert all(a[n].equal(b[n]) for n in b)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ def sft(
         from memopd.optimise.sft import sft as run
 
         run(settings, output, resume)
-    print(output / "model")
+    say_where(output)
 
 
 @app.command(context_settings=ANY_FIELD)
@@ -58,7 +59,12 @@ def train(
         from memopd.optimise.train import train as run
 
         run(settings, output, resume)
-    print(output / "model")
+    say_where(output)
+
+
+def say_where(output: Path) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(output / "model")
 
 
 def overrides(arguments: list[str], short: dict[str, str | None]) -> dict[str, str]:
