@@ -258,7 +258,7 @@ class LocalEngine:
 
     def _notice_new_weights(self) -> None:
         """Should somebody have trained the model and not said so: old keys and values must not serve new weights."""
-        weights = [(p.data_ptr(), p._version) for p in self.model.parameters()]
+        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()]
         if weights != self._weights:
             self._weights = weights
             self._slots.forget()
