@@ -1,0 +1,1 @@
+"""A run directory to tables, plots and one HTML page."""
