@@ -2,7 +2,7 @@
 
 RUN/config.json      as resolved          RUN/episodes/step-000012.parquet   what was trained on
 RUN/metrics.jsonl    a line per step      RUN/checkpoints/                   see checkpoint.py
-RUN/tensorboard/     the same, to look at
+RUN/tensorboard/     the same, drawn      RUN/traces/step-000012.parquet     what it used of them: see traces.py
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from memopd.config import RunConfig, from_tables
 from memopd.files import whole
 from memopd.optimise import ranks
 from memopd.optimise.checkpoint import latest, read_state
+from memopd.optimise.traces import Trace, write_traces
 from memopd.record import write_episodes
 from memopd.types import Episode
 
@@ -50,6 +51,10 @@ class Run:
     def episodes(self, step: int, episodes: Sequence[Episode]) -> None:
         if ranks.rank() == 0:
             write_episodes(self.path / "episodes" / f"step-{step:06d}.parquet", episodes, overwrite=True)
+
+    def traces(self, step: int, traces: Sequence[Trace]) -> None:
+        if ranks.rank() == 0:
+            write_traces(self.path / "traces" / f"step-{step:06d}.parquet", traces)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """One line; seconds per stage go with it."""
@@ -113,7 +118,7 @@ def _cut_back(path: Path, first: int) -> None:
     kept = [line for line in read_metrics(path) if line["step"] < first]
     with whole(path / "metrics.jsonl") as file:
         file.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    for part in (path / "episodes").glob("step-*.parquet"):
+    for part in [*path.glob("episodes/step-*.parquet"), *path.glob("traces/step-*.parquet")]:
         if int(part.stem.removeprefix("step-")) >= first:
             part.unlink()
     for left in [*path.glob(".*"), *path.glob("*/.*")]:

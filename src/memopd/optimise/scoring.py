@@ -24,6 +24,7 @@ class Guide:
     head: Head
     states: dict[int, Tensor]  # of this rank's packs, by their first place; [decisions, H_T], in host memory
     mask: Tensor  # [D] m^T
+    divergence: Tensor  # [D] zeros that the first epoch of `update` fills, each rank at its own places
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ def score_batches(
         states = exact_states if teacher.state == "aligned" else persistent_states
         with lent(learner.teacher, learner.device):
             guides = [
-                Guide(learner.head, states(learner.teacher, b), teacher_mask(t, teacher.mask))
-                for b, t in zip(batches, thinking, strict=True)
+                Guide(learner.head, states(learner.teacher, b), teacher_mask(t, teacher.mask), torch.zeros_like(o))
+                for b, t, o in zip(batches, thinking, old, strict=True)
             ]
     return [Scored(*columns) for columns in zip(old, ref, value, thinking, strict=True)], guides
 

@@ -16,6 +16,7 @@ from memopd.optimise.models import load_tokenizer
 from memopd.optimise.scoring import score_batches
 from memopd.optimise.source import Sampler, open_source
 from memopd.optimise.terms import make_terms
+from memopd.optimise.traces import make_traces
 from memopd.optimise.update import update
 from memopd.record.rollout import codec_of
 
@@ -55,6 +56,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                 warn_left_out(left_out)
                 say(step, steps, metrics)
                 run.episodes(step, episodes)
+                run.traces(step, make_traces(kept, batches, terms, guides, learner.critic is not None))
                 run.metrics(step, metrics)
                 if (step + 1) % every.save_every == 0 or step + 1 == steps:
                     checkpoint.save(output, step + 1, learner.tensors(), every.keep)

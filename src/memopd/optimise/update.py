@@ -39,7 +39,7 @@ def update(
         for i in np.random.default_rng([config.run.seed, step, epoch]).permutation(len(batches)):
             measured = update_actor(
                 learner.student, learner.actor_optimiser, batches[i], terms[i], o,
-                config.sampling.temperature, guides[i], config.teacher.weight,
+                config.sampling.temperature, guides[i], config.teacher.weight, keep=epoch == 0,
             )  # fmt: skip
             if learner.critic is not None and learner.critic_optimiser is not None:
                 measured |= update_critic(learner.critic, learner.critic_optimiser, batches[i], terms[i], o)
@@ -57,6 +57,7 @@ def update_actor(
     temperature: float,
     guide: Guide | None = None,
     weight: float = 0.0,
+    keep: bool = False,  # the divergences, in `guide`, for the traces
 ) -> dict[str, float]:
     """Equation (actor): L = L_PPO − α·H + λ·L_OPD, each a mean over its own mask over the global mini-batch."""
     D, D_T = len(batch), 0 if guide is None else int(guide.mask.sum())
@@ -75,6 +76,8 @@ def update_actor(
         backward(loss, counts)
         if not counts:
             continue
+        if keep and guide is not None:
+            guide.divergence[place] = kl.detach().to(guide.divergence)
         with torch.no_grad():
             thinking = terms.thinking[place].to(kl.device)
             gone, k3 = clip_fraction(logp, old, config.clip), approximate_kl(logp, old)
