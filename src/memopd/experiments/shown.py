@@ -1,0 +1,97 @@
+"""main, single and control: what the suite's results say, as tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from memopd.evaluate.summary import Result
+from memopd.evaluate.tables import shown as cell
+from memopd.experiments import plots
+from memopd.experiments.collect import Collected, collect, compared, curves, label, seed_means
+from memopd.experiments.page import markdown_table, paper_dict, provenance, write_json, write_markdown
+from memopd.experiments.settings import Shown
+from memopd.experiments.suite import Work
+
+# heading, metric, unit, digits: the columns and the units of the paper's Tables 1 and 2
+COLUMNS = (("EM ↑", "em", 1, 3), ("F1 ↑", "f1", 1, 3), ("peak ↓ ×10²", "peak", 1e2, 2), ("time ↓ s", "seconds", 1, 2))
+DEPENDENCY = ("dependency ↓ ×10⁵", "dependency", 1e5, 3)
+
+
+def show(name: str, shown: Shown, work: Work, failed: dict[str, str], output: Path) -> list[Path]:
+    """Write OUTPUT/NAME.json, .md and .png from whatever results are there."""
+    found = collect(work, shown.systems, shown.horizons)
+    if not found.results:
+        raise ValueError(f"{work.folder}: there is no result to show yet; the first missing one: {found.missing[0]}")
+    comparisons = [line for a, b in shown.compare for k in shown.horizons for line in compared(found, a, b, k)]
+    settings = {"split": work.split, "overrides": dict(work.overrides), **asdict(work.suite)}
+    made = provenance(found.machines, settings) | {
+        "experiment": name,
+        "results": [r.as_dict() for r in found.results],
+        "seeds": {f"{label(s)}, Q{k}": seed_means(found, s, k) for s in shown.systems for k in shown.horizons},
+        "comparisons": comparisons,
+        "missing": [*found.missing, *(f"{job} failed: {why}" for job, why in failed.items())],
+        **paper_dict(shown.paper, shown.differs),
+    }
+    if name == "control":
+        made["curves"] = curves(work)
+    paths = [output / f"{name}{suffix}" for suffix in (".json", ".md", ".png")]
+    write_json(paths[0], made)
+    dependency = name == "single"
+    body = [results_table(found, shown, dependency), _caption(found.results, work.split)]
+    if comparisons:
+        body += ["## Against each other", comparison_table(comparisons), COMPARISON_CAPTION]
+    write_markdown(paths[1], shown.title, made, [f"![]({name}.png)", *body], shown.paper, shown.differs)
+    (plots.control if name == "control" else plots.systems)(made, shown, paths[2])
+    return paths
+
+
+def results_table(found: Collected, shown: Shown, dependency: bool = False) -> str:
+    columns = (*COLUMNS[:3], DEPENDENCY, COLUMNS[3]) if dependency else COLUMNS
+    by_name = {(r.system, r.k): r for r in found.results}
+    heads = ["system", *(f"Q{k} {heading}" for k in shown.horizons for heading, *_ in columns)]
+    rows = []
+    for system in map(label, shown.systems):
+        if any((system, k) in by_name for k in shown.horizons):
+            results = [(by_name.get((system, k)), c) for k in shown.horizons for c in columns]
+            rows.append([system, *("–" if r is None else cell(r.metrics[c[1]], c[2], c[3]) for r, c in results)])  # type: ignore[index]
+    return markdown_table(heads, rows)
+
+
+def comparison_table(lines: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for c in lines:
+        seeds, tasks = c["over_seeds"], c["over_tasks"]
+        interval = "–" if seeds["low"] is None else f"{seeds['low']:+.3f} to {seeds['high']:+.3f}"
+        student = "–" if seeds["p"] is None else f"{seeds['p']:.4f}"
+        relative = "–" if c["relative"] is None else f"{100 * c['relative']:+.1f} %"
+        rows.append([
+            f"{c['a']} − {c['b']}", f"Q{c['k']} {c['metric'].upper()}", f"{c['difference']:+.3f}", relative,
+            f"{seeds['ahead']} of {len(c['seeds'])}", interval, student, f"{seeds['p_signs']:.4f}",
+            f"{tasks['low']:+.3f} to {tasks['high']:+.3f}", f"{tasks['p']:.4f}",
+        ])  # fmt: skip
+    heads = ["systems", "measure", "difference", "relative", "seeds ahead", "95 % over seeds", "p, Student",
+             "p, exact signs", "95 % over tasks", "p, bootstrap"]  # fmt: skip
+    return markdown_table(heads, rows)
+
+
+COMPARISON_CAPTION = (
+    "Seeds are paired: same initialisation, same order of the data, same sampling seeds in evaluation. Over seeds: "
+    "Student's paired test and the exact test of signs, which with five seeds cannot say less than 0.0625. Over tasks: "
+    "paired bootstrap, each task's score averaged over the seeds. All tests are two-sided."
+)
+
+
+def _caption(results: Sequence[Result], split: str) -> str:
+    tasks = ", ".join(f"{n} tasks of Q{k}" for k, n in sorted({(r.k, r.tasks) for r in results}))
+    seeds = sorted({r.seeds for r in results if r.seeds > 1})
+    spread = f"± standard deviation over {' or '.join(map(str, seeds))} seeds; " if seeds else ""
+    engines = sorted({f"{r.setting.engine}, {r.setting.batch_size} trajectories at once" for r in results})
+    return (
+        f"The {split} split: {tasks}. EM and F1 are sums over the questions, grading {results[0].setting.grading}. "
+        f"Peak counts prompt and completion in the model's own tokens. {spread}"
+        f"± standard error over tasks where a system has one run. Time is wall time of a trajectory: "
+        f"{'; '.join(engines)}."
+    )
