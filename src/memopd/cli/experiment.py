@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memopd.cli.options import numbers
+from memopd.cli.options import numbers, track
 from memopd.cli.train import overrides
 
 app = typer.Typer()
@@ -55,6 +55,9 @@ def experiment(
         failed = show_trained(
             trained, work, output, split, seeds, arms, overrides([f"--{c}" for c in change or ()], {}), collect
         )
+    for name, file in files.items():
+        if name not in TRAINED:
+            failed += not show_recorded(name, file, work, output)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -83,3 +86,16 @@ def show_trained(
         for path in show(name, one, parts, failed, output):
             print(path)
     return len(failed)
+
+
+def show_recorded(name: Name, file: Path, work: Path, output: Path) -> bool:
+    """False where packing turned out not to be exact."""
+    from memopd.experiments.settings import Recorded, load
+
+    settings = load(Recorded, file)
+    from memopd.experiments.recorded import run_recorded
+
+    paths, passed = run_recorded(name, settings, work, output, track)
+    for path in paths:
+        print(path)
+    return passed

@@ -73,7 +73,7 @@ def curve(axes: Any, arm: str, seeds: list[list[list[float]]]) -> None:
     smooth = np.array([np.convolve(v, kernel, "same") / np.convolve(np.ones(len(v)), kernel, "same") for v in values])
     mean, spread = smooth.mean(0), smooth.std(0, ddof=1) if len(seeds) > 1 else np.zeros(len(steps))
     colour = COLOURS.get(label(arm), OTHER)
-    axes.plot(steps, mean, color=colour, label=label(arm))
+    axes.plot(steps, mean, color=colour, label=label(arm), marker="o" if len(steps) < 20 else None, ms=3)
     axes.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.2, lw=0)
 
 

@@ -70,7 +70,7 @@ class Recorded:
     title: str
     model: str = "models/student"
     teacher: str = ""
-    tasks: str = "runs/world/tasks/test-q2.parquet"
+    tasks: tuple[str, ...] = ("runs/world/tasks/test-q2.parquet",)
     index: str = "runs/world/index"
     rules: tuple[str, ...] = ("mem1",)
     trajectories: int = 64  # of each rule
@@ -83,6 +83,7 @@ class Recorded:
     shapes: tuple[str, ...] = ()  # packing alone: of `memopd bench actor`
     multiples: tuple[int, ...] = ()
     repeats: int = 5
+    measured: tuple[str, ...] = ()  # results of `memopd bench actor --json` to show beside
     paper: Paper = field(default_factory=Paper)
     differs: str = ""
 

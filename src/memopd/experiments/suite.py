@@ -9,9 +9,11 @@ A part that is there is not made again, so the same command goes on wherever it 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,5 +127,18 @@ class Work:
 
 def make(work: Work) -> dict[str, str]:
     """All training runs, then all evaluations. Returns the failed."""
-    failed = run_jobs(list(work.training_jobs()), work.suite.concurrent)
-    return failed | run_jobs(list(work.evaluation_jobs()), work.suite.concurrent)
+    with sole(work.folder):
+        failed = run_jobs(list(work.training_jobs()), work.suite.concurrent)
+        return failed | run_jobs(list(work.evaluation_jobs()), work.suite.concurrent)
+
+
+@contextmanager
+def sole(folder: Path) -> Iterator[None]:
+    """Two commands must not write the same runs. The lock goes with the process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder}: another command is at work on it; wait, or choose another --work") from None
+        yield
