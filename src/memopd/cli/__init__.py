@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from memopd.cli import audit, bench, experiment, policy, retrieval, rollout, tasks, train, world
+from memopd.cli import audit, bench, experiment, policy, report, retrieval, rollout, tasks, train, world
 from memopd.cli.gateway import gateway
 from memopd.cli.options import err
 
@@ -27,6 +27,7 @@ app.add_typer(rollout.app)
 app.command()(gateway)
 app.add_typer(audit.app)
 app.add_typer(train.app)
+app.add_typer(report.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app)
 

@@ -1,1 +1,5 @@
-"""A run directory to tables, plots and one HTML page."""
+"""A run directory to one HTML page: curves, tables with intervals, and episodes to walk through."""
+
+from memopd.report.page import write_report
+
+__all__ = ["write_report"]

@@ -1,0 +1,33 @@
+"""`memopd report`: run directories as one page to look at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memopd.cli.options import Json, track
+
+app = typer.Typer()
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories of memopd train or sft.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page; RUN/report.html unless there are several.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """One self-contained HTML page: curves, tables, time, and episodes to walk through, token by token."""
+    if output is None and len(runs) > 1:
+        raise ValueError("several runs on one page: say where to write it, with -o page.html")
+    from memopd.report import write_report
+
+    made = write_report(runs, output or runs[0] / "report.html", track)
+    if as_json:
+        print(json.dumps(made))
+    else:
+        print(f"{made['page']}: {made['runs']} runs, {made['episodes']} episodes, {made['bytes'] / 1e6:.1f} MB")

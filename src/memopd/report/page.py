@@ -1,0 +1,107 @@
+"""One self-contained page: data as JSON that no text can break out of, and a script that only ever sets text.
+
+What a model wrote is in the page as data. Two walls keep it from becoming anything else: `<` never stands in the JSON
+block, so that no tag can end it, and the script puts data on the page as text nodes. A third is the page's policy:
+nothing runs but the one script whose digest it names, nothing is loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from memopd.files import whole
+from memopd.report.curves import ends, groups, series, stages
+from memopd.report.episodes import episodes_of, vocabulary
+from memopd.report.evaluations import tables
+from memopd.report.runs import Run, arms_of, read_runs
+
+EPISODES_BYTES = 2_000_000  # of JSON, all runs together: a page of about 3 MB at most
+STYLES = ("style", "viewer")
+SCRIPTS = ("dom", "charts", "sections", "contexts", "viewer", "main")
+
+
+def write_report(
+    paths: Sequence[Path],
+    output: Path,
+    progress: Callable[[str, Iterable[Run]], Iterable[Run]] = lambda _, items: items,
+) -> dict[str, Any]:
+    """Write the page, and say what it holds."""
+    runs = read_runs(paths)
+    data = page_data(runs, progress)
+    text = page(data)
+    with whole(output) as file:
+        file.write_text(text, encoding="utf-8")
+    episodes = sum(len(run["episodes"]) for run in data["runs"])
+    return {"page": str(output), "bytes": len(text.encode()), "runs": len(runs), "episodes": episodes}
+
+
+def page_data(
+    runs: Sequence[Run], progress: Callable[[str, Iterable[Run]], Iterable[Run]] = lambda _, items: items
+) -> dict[str, Any]:
+    """Everything that the page shows."""
+    return {
+        "title": ", ".join(arm.label for arm in arms_of(runs)),
+        "arms": [{"label": arm.label, "runs": arm.runs} for arm in arms_of(runs)],
+        "charts": groups([run.metrics for run in runs]),
+        "evaluations": tables(runs),
+        "runs": [_run_data(run, EPISODES_BYTES // len(runs)) for run in progress("episodes", runs)],
+    }
+
+
+def _run_data(run: Run, budget: int) -> dict[str, Any]:
+    episodes = episodes_of(run, budget)
+    return {
+        "name": run.name,
+        "config": run.config,
+        "steps": run.metrics[-1]["step"] + 1 if run.metrics else 0,
+        "series": series(run.metrics),
+        "ends": ends(run.metrics),
+        "seconds": stages(run.metrics),
+        "equivalence": [{"step": step + 1} | report for step, report in run.equivalence.items()],
+        "episodes": episodes,
+        "vocabulary": vocabulary(run, episodes),
+    }
+
+
+def page(data: dict[str, Any]) -> str:
+    folder = files("memopd.report") / "page"
+    style = "".join((folder / f"{name}.css").read_text("utf-8") for name in STYLES)
+    script = "\n".join((folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS)
+    script = f'"use strict";\n{{\n{script}\n}}\n'
+    return Template((folder / "page.html").read_text("utf-8")).substitute(
+        title=html.escape(data["title"]),
+        policy=f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; base-uri 'none'; "
+        "form-action 'none'",
+        style=style,
+        script=script,
+        data=embedded(data),
+    )
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand in a <script> block, whatever text is in it: there is no `<` to end the block with."""
+    return json.dumps(_plain(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _plain(value: Any) -> Any:
+    """Five digits, and null for what is no number."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
+
+
+def digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,26 @@
+// Puts the page together.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const curves = new Curves(data);
+const viewer = data.runs.some((run) => run.episodes.length) ? new Viewer(data) : null;
+const episodes = viewer && section("episodes", "Episodes, token by token",
+  "Every call of an agent with compact memory reads a context of its own. Walk through an episode: what each call kept, what it had lost, what it wrote, and what training made of every token.",
+  data.runs.some((run) => run.episodes.length && !run.vocabulary) ? el("p", { class: "note" }, "No tokenizer was found for some runs: their tokens are shown as ids.") : null,
+  viewer.element);
+const sections = [
+  overview(data),
+  data.charts.length ? section("curves", "Curves", "Point at a curve to read the same step in all of them.", curves.element()) : null,
+  evaluation(data), episodes, time(data), equivalence(data), configuration(data),
+].filter(known);
+
+const root = document.documentElement;
+const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+document.getElementById("top").append(
+  el("div", { class: "brand" }, el("span", {}, "MemOPD"), el("h1", {}, data.title)),
+  el("nav", {}, sections.map((s) => el("a", { href: `#${s.id}` }, s.id === "equivalence" ? "Exactness" : s.id[0].toUpperCase() + s.id.slice(1)))),
+  el("button", { type: "button", class: "theme", title: "light or dark", "aria-label": "light or dark",
+    click: () => { root.dataset.theme = dark() ? "light" : "dark"; } }, "◐"));
+document.getElementById("page").replaceChildren(...sections);
+curves.draw();
+if (viewer && viewer.asked) episodes.scrollIntoView();
+root.dataset.ready = "yes";

@@ -1,0 +1,152 @@
+// Everything but the curves and the episodes: cards, tables, bars.
+
+const TEACHER = {
+  aligned: "MemOPD: PPO, and the teacher reads exactly what the student read",
+  persistent: "the control: PPO, and the teacher reads a flattened history",
+  none: "PPO, no teacher",
+};
+const NAMES = {
+  reward: "Reward", em: "EM, training", f1: "F1, training", dev_em: "EM, dev", dev_f1: "F1, dev", loss: "Loss",
+  dev_loss: "Loss, dev",
+};
+const STAGES = {
+  sample: "the agent plays its episodes", compile: "calls become packed rows",
+  check: "packed rows against calls run alone", score: "policy, reference, critic and teacher read the same rows",
+  advantages: "rewards become advantages", update: "gradients and optimiser steps", dev: "questions never trained on",
+};
+
+function kindOf(config) {
+  const { teacher, model, sft } = config;
+  if (sft && sft.start && !(model && model.student)) return "supervised training on recorded interactions";
+  const state = teacher && teacher.weight === 0 ? "none" : teacher && teacher.state;
+  return TEACHER[state] || "";
+}
+
+function overview(data) {
+  const cards = data.arms.map((arm, i) => {
+    const runs = arm.runs.map((run) => data.runs[run]);
+    const checks = runs.flatMap((run) => run.equivalence);
+    const passed = checks.filter((check) => check.passed).length;
+    const time = mean(runs.map((run) => Object.values(run.seconds).reduce((a, b) => a + b, 0)));
+    const saved = mean(runs.flatMap((run) => run.series.values.rows_saved || []));
+    return el("article", { class: "card arm" },
+      el("h3", { class: `key c${i % 8}` }, arm.label),
+      el("p", { class: "says" }, kindOf(runs[0].config)),
+      el("dl", {},
+        fact("steps", runs.map((run) => run.steps).filter((s, n, all) => all.indexOf(s) === n).join(", ")
+          + (runs.length > 1 ? `, ${runs.length} seeds` : "")),
+        fact("time", runs.length > 1 ? `${seconds(time)} a seed` : seconds(time)),
+        known(saved) ? fact("rows saved", `${Math.round(100 * saved)} %`) : null,
+        checks.length ? fact("equivalence checks", `${passed} of ${checks.length} passed`, passed < checks.length) : null),
+      ends(runs));
+  });
+  return section("overview", "At a glance",
+    "An agent with compact memory rewrites its own context between calls. It is trained here call by call, each in the state that it was really in.",
+    el("div", { class: "cards arms" }, cards));
+}
+
+function fact(name, value, bad = false) {
+  return el("div", {}, el("dt", {}, name), el("dd", { class: bad ? "bad" : null }, value));
+}
+
+// The first and the last tenth of the steps; of several seeds the mean.
+function ends(runs) {
+  const keys = [...new Set(runs.flatMap((run) => run.ends.map((e) => e.key)))];
+  if (!keys.length) return null;
+  const rows = keys.map((key) => {
+    const found = runs.map((run) => run.ends.find((e) => e.key === key)).filter(known);
+    const [start, end] = [0, 1].map((n) => mean(found.map((e) => e.ends[n].mean)));
+    const spread = (n) => (found.length === 1 && known(found[0].ends[n].spread) ? ` ± ${number(found[0].ends[n].spread, 2)}` : "");
+    const where = (n) => `mean of steps ${found[0].ends[n].steps.join(" to ")}`;
+    return [NAMES[key] || key, el("span", { title: where(0) }, number(start) + spread(0)),
+      el("span", { title: where(1) }, number(end) + spread(1)), signed(end - start)];
+  });
+  return el("div", {}, table(["", "began", "ended", "change"], rows),
+    el("p", { class: "foot" }, `Means of the first and of the last tenth of the steps${runs.length > 1 ? ", over all seeds" : ", ± standard error over them where there are several"}.`));
+}
+
+function evaluation(data) {
+  if (!data.evaluations.length)
+    return section("evaluation", "Evaluation", null, el("p", { class: "note" }, "There is none yet. ",
+      el("code", {}, "memopd evaluate TASKS --index INDEX --model RUN/model -o RUN/evaluation/after.json"), " makes one."));
+  const many = data.runs.length > 1;
+  const interval = (v, digits = 3) => (v ? el("span", {}, number(v[0], digits), el("small", {}, ` ${number(v[1], digits)} to ${number(v[2], digits)}`)) : "–");
+  const tables = data.evaluations.map(({ k, lines }) => {
+    const compared = lines.some((line) => line.against_first);
+    const head = ["system", "EM ↑", "F1 ↑", "answered", "calls", "peak ↓", "dependency ↓", "time ↓ s"];
+    const rows = lines.map((line) => {
+      const m = line.metrics;
+      const name = [many ? `${line.run} · ${line.name}` : line.name, el("small", { class: "block" }, line.system)];
+      const cells = [el("span", {}, name), interval(m.em), interval(m.f1), m.valid ? `${Math.round(100 * m.valid[0])} %` : "–",
+        m.calls ? number(m.calls[0]) : "–", interval(m.peak, 4), m.dependency ? number(m.dependency[0]) : "–",
+        m.seconds ? number(m.seconds[0]) : "–"];
+      return compared ? [...cells, difference(line, "em"), difference(line, "f1")] : cells;
+    });
+    const notes = [...new Set(lines.map((l) => `${count(l.tasks, "task")}${l.seeds > 1 ? ` × ${l.seeds} seeds` : ""}, grading ${l.grading}, time on ${l.engine}`))];
+    return el("div", {}, el("h3", {}, k === 1 ? "One question a task" : `${k} questions a task`),
+      table(compared ? [...head, "Δ EM to the first line", "Δ F1 to the first line"] : head, rows),
+      el("p", { class: "foot" }, `${notes.join("; ")}. Ranges are 95 % intervals: tasks drawn with replacement, 10,000 times`
+        + (compared ? "; differences are paired, task by task." : ".")));
+  });
+  return section("evaluation", "Evaluation",
+    "EM and F1 are summed over a task's questions. Peak is the longest context of any call, in tokens; dependency counts what every sampled token had to look back at.", tables);
+}
+
+function difference(line, metric) {
+  const d = line.against_first && line.against_first[metric];
+  if (!d) return "–";
+  const sure = d.low > 0 ? "up" : d.high < 0 ? "down" : null;
+  return el("span", { class: sure, title: `p = ${number(d.p)}` }, signed(d.difference),
+    el("small", {}, ` ${signed(d.low)} to ${signed(d.high)}`));
+}
+
+function time(data) {
+  const timed = data.runs.filter((run) => Object.keys(run.seconds).length);
+  if (!timed.length) return null;
+  const order = [...Object.keys(STAGES), ...new Set(timed.flatMap((run) => Object.keys(run.seconds)))];
+  const stages = [...new Set(order)].filter((stage) => timed.some((run) => run.seconds[stage] > 0));
+  const total = (run) => Object.values(run.seconds).reduce((a, b) => a + b, 0);
+  const most = Math.max(...timed.map(total));
+  const bars = timed.map((run) => el("div", { class: "stack" },
+    el("div", { class: "name" }, data.runs.length > 1 ? run.name : "all steps",
+      el("small", {}, ` ${seconds(total(run))}, ${seconds(total(run) / run.steps)} a step`)),
+    el("div", { class: "track" }, stages.map((stage, i) => {
+      const s = run.seconds[stage] || 0;
+      return s > 0 ? el("div", {
+        class: `part s${i % 8}`, "--share": `${100 * s / most}%`,
+        pointermove: (event) => showTip(event, el("b", {}, stage), el("div", {}, `${seconds(s)}, ${Math.round(100 * s / total(run))} %`), el("div", { class: "says" }, STAGES[stage] || "")),
+        pointerleave: hideTip,
+      }, s > most / 12 ? stage : "") : null;
+    }))));
+  const legend = el("div", { class: "legend" }, stages.map((stage, i) => el("span", { class: `key s${i % 8}`, title: STAGES[stage] || null }, stage)));
+  return section("time", "Where the time went", "Wall seconds of every stage, over the whole run.", legend, bars);
+}
+
+function equivalence(data) {
+  const rows = data.runs.flatMap((run) => run.equivalence.map((r) => [
+    data.runs.length > 1 ? `${run.name}, step ${r.step}` : `step ${r.step}`,
+    el("span", { class: r.passed ? "good" : "bad" }, r.passed ? "✓ equal" : "✗ differs"),
+    number(r.max_logit_error), number(r.max_logprob_error), number(r.error), number(r.tolerance),
+    el("small", {}, r.tolerance_source || ""),
+    r.shared ? `${number(r.rows)} rows for ${number(r.tokens)} tokens` : "call by call",
+    `${number(r.decisions)} in ${number(r.calls)} calls`, r.dtype,
+  ]));
+  if (!rows.length) return null;
+  return section("equivalence", "Is packing exact?",
+    "Calls that begin alike share rows in training. Here the same calls were also run one by one, and the logits compared: sharing may change them by rounding, and by nothing else. A run stops when it does.",
+    table(["", "", "max |Δ logit|", "max |Δ log p|", "error", "tolerance", "which is", "packed", "sampled tokens", "precision"], rows));
+}
+
+function configuration(data) {
+  const fields = [];
+  const configs = data.runs.map((run) => run.config);
+  for (const part of [...new Set(configs.flatMap(Object.keys))])
+    for (const key of [...new Set(configs.flatMap((c) => Object.keys(c[part] || {})))])
+      fields.push([`${part}.${key}`, configs.map((c) => JSON.stringify((c[part] || {})[key]) || "–")]);
+  const head = ["setting", ...(data.runs.length > 1 ? data.runs.map((run) => run.name) : ["value"])];
+  const rows = (list) => list.map(([name, values]) => [el("code", {}, name), ...values.map((v) => el("code", {}, v))]);
+  const differ = fields.filter(([, values]) => new Set(values).size > 1);
+  return section("configuration", "Configuration", data.runs.length > 1 ? (differ.length ? "The runs differ in:" : "The runs have the same settings.") : null,
+    differ.length ? table(head, rows(differ), head.length) : null,
+    el("details", {}, el("summary", {}, `All ${fields.length} settings`), table(head, rows(fields), head.length)));
+}

@@ -1,0 +1,208 @@
+// The episodes: pick one, walk its calls, see every sampled token with what the update used.
+
+const COLOURS = {
+  advantage: { title: "Advantage", says: "Blue tokens were made more likely by this update, orange ones less; the deeper, the more." },
+  divergence: { title: "Teacher divergence", says: "KL(policy ‖ teacher) at this token: the deeper, the more the teacher would have said something else." },
+  logp: { title: "log p", says: "How surprising the token was to the policy that sampled it: the deeper, the less likely." },
+};
+
+class Viewer {
+  constructor(data) {
+    this.data = data;
+    this.runs = data.runs.map((run, i) => [run, i]).filter(([run]) => run.episodes.length);
+    this.state = { run: this.runs[0][1], episode: 0, call: 0, colour: "advantage" };
+    this.element = el("div", { class: "viewer" });
+    addEventListener("hashchange", () => this.fromHash() && this.draw());
+    addEventListener("keydown", (event) => this.key(event));
+    this.element.addEventListener("pointerover", (event) => this.hover(event));
+    this.element.addEventListener("focusin", (event) => this.hover(event));
+    this.element.addEventListener("pointerout", hideTip);
+    this.element.addEventListener("focusout", hideTip);
+    this.asked = this.fromHash();
+    this.draw();
+  }
+
+  get run() { return this.data.runs[this.state.run]; }
+  get episode() { return this.run.episodes[this.state.episode]; }
+  get call() { return this.episode.calls[this.state.call]; }
+
+  // #run=0&episode=2&call=1&colour=divergence; whatever is out of range becomes the nearest that is not.
+  fromHash() {
+    const given = new URLSearchParams(location.hash.slice(1));
+    if (!given.has("episode")) return false;
+    const whole = (name, last) => Math.max(0, Math.min(last, Math.trunc(Number(given.get(name))) || 0));
+    const run = whole("run", this.data.runs.length - 1);
+    this.state.run = this.data.runs[run].episodes.length ? run : this.runs[0][1];
+    this.state.episode = whole("episode", this.run.episodes.length - 1);
+    this.state.call = whole("call", this.episode.calls.length - 1);
+    if (Object.hasOwn(COLOURS, given.get("colour"))) this.state.colour = given.get("colour");
+    return true;
+  }
+
+  go(change) {
+    Object.assign(this.state, change);
+    this.state.episode = Math.max(0, Math.min(this.state.episode, this.run.episodes.length - 1));
+    this.state.call = Math.max(0, Math.min(this.state.call, this.episode.calls.length - 1));
+    const { run, episode, call, colour } = this.state;
+    history.replaceState(null, "", `#run=${run}&episode=${episode}&call=${call}&colour=${colour}`);
+    this.draw();
+  }
+
+  key(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step || event.ctrlKey || event.altKey || event.metaKey || event.target.closest("input, select, textarea")) return;
+    event.preventDefault();
+    this.go(event.shiftKey ? { episode: this.state.episode + step, call: 0 } : { call: this.state.call + step });
+  }
+
+  draw() {
+    hideTip();
+    this.reader = new Reader(this.run, this.episode);
+    const { call, state } = this;
+    if (!this.has(state.colour)) state.colour = Object.keys(COLOURS).find((name) => this.has(name)) || "advantage";
+    this.scale = this.scaleOf(state.colour);
+    const teacher = this.run.config.teacher || {};
+    this.element.replaceChildren(
+      this.picker(), this.about(), this.map(), this.walk(),
+      el("div", { class: "columns" }, readColumn(call, state.call, this.reader),
+        flattenedColumn(call, state.call, this.reader, teacher.weight === 0 ? "none" : teacher.state)),
+      this.wrote());
+  }
+
+  has(colour) {
+    return this.episode.calls.some((call) => call[colour] && call[colour].some(known));
+  }
+
+  scaleOf(colour) {
+    const sizes = this.episode.calls.flatMap((call) => (call[colour] || []).filter(known).map(Math.abs)).sort((a, b) => a - b);
+    return sizes.length ? Math.max(sizes[Math.floor(0.98 * (sizes.length - 1))], 1e-12) : 1; // one odd token must not pale the others
+  }
+
+  picker() {
+    const { state } = this;
+    const select = (label, options, chosen, choose) => el("label", {}, label, el("select", {
+      change: (event) => choose(Number(event.target.value)),
+    }, options.map(([value, text]) => el("option", { value, selected: value === chosen }, text))));
+    const steps = [...new Set(this.run.episodes.map((e) => e.step))];
+    const first = (step) => this.run.episodes.findIndex((e) => e.step === step);
+    return el("div", { class: "bar picker" },
+      this.runs.length > 1 ? select("Run", this.runs.map(([run, i]) => [i, run.name]), state.run, (run) => this.go({ run })) : null,
+      select("Step", steps.map((step) => [step, step]), this.episode.step, (step) => this.go({ episode: first(step), call: 0 })),
+      el("div", { class: "pills", role: "group", "aria-label": "Episode" }, this.run.episodes.map((e, i) => (e.step === this.episode.step
+        ? el("button", { type: "button", "aria-pressed": String(i === state.episode), click: () => this.go({ episode: i, call: 0 }) },
+          `reward ${number(e.reward)}`, el("small", {}, ` ${count(e.calls.length, "call")}`)) : null))));
+  }
+
+  about() {
+    const e = this.episode;
+    const questions = e.questions.map(([text, answers]) => el("li", {}, text, " ", el("b", {}, answers.join(" or "))));
+    return el("div", { class: "about" },
+      el("p", {}, el("code", {}, e.id), e.rule ? [" · memory rule ", el("code", {}, e.rule)] : null,
+        ` · reward ${number(e.reward)} · ${count(e.calls.reduce((n, c) => n + c.sampled, 0), "sampled token")}`),
+      questions.length ? el("ol", { class: "questions" }, questions) : null);
+  }
+
+  // A bar a call, to scale, and under it the flattened history: what it reads grows, what the agent reads does not.
+  map() {
+    const most = Math.max(...this.episode.calls.map((c) => Math.max(c.begin, c.prompt) + c.sampled));
+    const part = (kind, n) => el("i", { class: kind, "--share": `${100 * n / most}%` });
+    const rows = this.episode.calls.map((call, t) => el("button", {
+      type: "button", class: "row", "aria-pressed": String(t === this.state.call), click: () => this.go({ call: t }),
+    }, el("span", { class: "name" }, `Call ${t}`, el("small", {}, action(this.text(call)))),
+    el("span", { class: "bars" },
+      el("span", { class: "real" }, call.read.map((p) => part(p.kind, size(p))), part("sampled", call.sampled)),
+      el("span", { class: "flat" }, call.flattened.map((p) => part(p.at === null ? "alien" : p.at === p.flat ? "same" : "moved", size(p))), part("sampled", call.sampled))),
+    el("span", { class: "sizes" }, call.prompt.toLocaleString("en"), el("small", {}, ` / ${call.begin.toLocaleString("en")}`))));
+    const keys = [["prefix", "stable prefix"], ["memory", "memory"], ["observation", "observation"], ["sampled", "sampled"], ["alien", "thin bar: only in the flattened history"], ["moved", "at another position there"]];
+    return el("div", { class: "map" }, el("div", { class: "legend" }, keys.map(([kind, text]) => el("span", { class: `key ${kind}` }, text)),
+      el("span", { class: "sizes" }, "tokens read / flattened")), rows);
+  }
+
+  walk() {
+    const { state, episode } = this;
+    const button = (text, by, title) => el("button", { type: "button", title, disabled: state.call + by < 0 || state.call + by >= episode.calls.length,
+      click: () => this.go({ call: state.call + by }) }, text);
+    return el("div", { class: "bar walk" }, button("‹", -1, "call before (←)"), el("h3", {}, `Call ${state.call}`, el("small", {}, ` of 0 to ${episode.calls.length - 1}`)),
+      button("›", 1, "next call (→)"), el("span", { class: "hint" }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " calls, with ", el("kbd", {}, "⇧"), " episodes"));
+  }
+
+  text(call) {
+    return this.reader.sampled(call).map((id) => this.reader.word(id)).join("");
+  }
+
+  wrote() {
+    const { call, state } = this;
+    const none = call.trainable ? "this run kept no such numbers" : "this call was not trained on";
+    const options = Object.entries(COLOURS).map(([name, { title }]) => [name, title, this.has(name) ? null : none]);
+    const stats = [["mean advantage", mean(call.advantage || [])], ["mean divergence", mean(call.divergence || [])], ["mean log p", mean(call.logp || [])]].filter(([, v]) => v !== null);
+    return el("div", { class: "wrote" },
+      el("div", { class: "bar" }, el("h4", {}, "What it wrote"), choice("Colour of tokens", options, state.colour, (colour) => this.go({ colour }))),
+      el("p", { class: "says" }, COLOURS[state.colour].says, " ", stats.map(([name, v]) => `${name} ${number(v)}`).join(", "),
+        call.stop === "length" ? " · cut off at the token limit" : "", call.trainable ? "" : " · not trained on"),
+      this.ramp(), el("div", { class: "chips", tabindex: "-1" }, this.reader.sampled(call).map((id, k) => this.chip(id, k))), this.strip());
+  }
+
+  chip(id, k) {
+    const { call, state } = this;
+    const value = call[state.colour] ? call[state.colour][k] : null;
+    const word = this.reader.word(id);
+    return el("span", { class: `chip ${tint(state.colour, value)}`, "data-k": k, tabindex: "0", "--deep": depth(value, this.scale) },
+      word === "" ? "∅" : word.replaceAll("\n", "↵\n"));
+  }
+
+  ramp() {
+    const name = this.state.colour, most = number(this.scale, 2);
+    const [left, right] = name === "advantage" ? [`−${most}`, `+${most}`] : name === "logp" ? ["0", `−${most}`] : ["0", most];
+    return el("div", { class: "ramp" }, left, el("i", { class: name }), right);
+  }
+
+  // All sampled tokens of the episode, a bar each.
+  strip() {
+    const name = this.state.colour, bars = [];
+    const all = this.episode.calls.reduce((n, c) => n + c.sampled, 0);
+    let at = 0;
+    this.episode.calls.forEach((call, t) => {
+      const here = t === this.state.call ? "here" : "";
+      bars.push(svg("rect", { class: `stretch ${here}`, x: at, y: -50, width: call.sampled, height: 100, click: () => this.go({ call: t }) }));
+      (call[name] || []).forEach((value, k) => {
+        if (!known(value)) return;
+        const tall = 48 * Math.min(1, Math.abs(value) / this.scale), up = name !== "logp" && value > 0;
+        bars.push(svg("rect", { class: `token ${tint(name, value)} ${here}`, x: at + k + 0.1, width: 0.8, y: up ? -tall : 0, height: tall }));
+      });
+      at += call.sampled;
+      if (t + 1 < this.episode.calls.length) bars.push(svg("rect", { class: "border", x: at - 0.1, width: 0.2, y: -50, height: 100 }));
+    });
+    const box = name === "advantage" ? [-50, 100] : name === "logp" ? [0, 50] : [-50, 50];
+    return el("div", { class: "strip" }, el("p", { class: "says" }, `${COLOURS[name].title} over the whole episode, call after call`),
+      svg("svg", { viewBox: `0 ${box[0]} ${all} ${box[1]}`, preserveAspectRatio: "none", role: "img", "aria-label": COLOURS[name].title }, bars));
+  }
+
+  hover(event) {
+    const chip = event.target.closest && event.target.closest(".chip");
+    if (!chip) return;
+    const { call } = this, k = Number(chip.dataset.k), id = this.reader.sampled(call)[k];
+    const row = (name, values, more = "") => (values && known(values[k]) ? el("div", {}, el("dt", {}, name), el("dd", {}, number(values[k], 4) + more)) : null);
+    const taught = call.taught && !call.taught[k] ? " (not taught here)" : "";
+    const p = call.logp && known(call.logp[k]) ? `, p ${number(Math.exp(call.logp[k]))}` : "";
+    showTip(event, el("b", { class: "mono" }, JSON.stringify(this.reader.word(id))), el("dl", {},
+      row("log p", call.logp, p), row("advantage", call.advantage), row("value", call.value), row("teacher KL", call.divergence, taught),
+      el("div", {}, el("dt", {}, "position"), el("dd", {}, `${call.prompt + k}`)), el("div", {}, el("dt", {}, "token id"), el("dd", {}, `${id}`))));
+  }
+}
+
+function tint(colour, value) {
+  return !known(value) ? "none" : colour === "advantage" ? (value < 0 ? "lower" : "raise") : colour;
+}
+
+function depth(value, scale) {
+  return known(value) ? Math.min(1, Math.abs(value) / scale).toFixed(3) : "0";
+}
+
+// What a response does, in a few words, by the protocol's tags.
+function action(text) {
+  for (const tag of ["search", "answer"]) {
+    const found = text.match(new RegExp(`<${tag}>([^]*?)(</${tag}>|$)`));
+    if (found) return `${tag}: ${found[1].trim()}`;
+  }
+  return "no action";
+}

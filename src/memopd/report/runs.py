@@ -1,0 +1,89 @@
+"""Run directories as they lie on the disk, and which of them are seeds of one arm."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memopd.optimise.log import read_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    path: Path
+    name: str  # the shortest that tells it from the others
+    config: dict[str, dict[str, Any]]  # as resolved
+    metrics: list[dict[str, Any]]  # a line a step
+    equivalence: dict[int, dict[str, Any]]  # by step
+    evaluations: dict[str, dict[str, Any]]  # what `memopd evaluate -o RUN/evaluation/NAME.json` wrote, by NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Runs whose settings differ in the seed alone."""
+
+    label: str
+    runs: tuple[int, ...]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    if len({p.resolve() for p in paths}) < len(paths):
+        raise ValueError("a run directory was given twice")
+    return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def _read_run(path: Path, name: str) -> Run:
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: no run directory (no config.json in it): give an --output of memopd train or sft")
+    equivalence = {int(f.stem.removeprefix("step-")): _json(f) for f in sorted(path.glob("equivalence/step-*.json"))}
+    # Before training comes before after it; otherwise by name.
+    files = sorted(path.glob("evaluation/*.json"), key=lambda f: (not f.stem.startswith("before"), f.stem))
+    evaluations = {f.stem: _json(f) for f in files}
+    for stem, evaluation in evaluations.items():
+        if not {"results", "tasks"} <= evaluation.keys():
+            raise ValueError(
+                f"{path / 'evaluation' / stem}.json: not written by `memopd evaluate -o`; move it elsewhere"
+            )
+    return Run(path, name, _json(path / "config.json"), read_metrics(path), equivalence, evaluations)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: must hold an object, holds {type(found).__name__}")
+    return found
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Of one run the folder's name; of several the paths below what they have in common."""
+    whole = [p.resolve() for p in paths]
+    if len(whole) == 1:
+        return [whole[0].name]
+    above = Path(os.path.commonpath(whole))
+    return [str(p.relative_to(above)) if p != above else p.name for p in whole]
+
+
+def arms_of(runs: Sequence[Run]) -> list[Arm]:
+    members: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        config = {s: {k: v for k, v in values.items() if (s, k) != ("run", "seed")} for s, values in run.config.items()}
+        members.setdefault(json.dumps(config, sort_keys=True), []).append(i)
+    return [Arm(_label([runs[i].name for i in group]), tuple(group)) for group in members.values()]
+
+
+def _label(names: list[str]) -> str:
+    """The name that an arm's runs have in common, without the seed.
+
+    >>> _label(["memopd/seed-0", "memopd/seed-1"]), _label(["ppo-s0", "ppo-s1"]), _label(["ppo"])
+    ('memopd', 'ppo', 'ppo')
+    """
+    common = {re.sub(r"[-_/]*(seed|s)?[-_]?\d+$", "", name) for name in names} if len(names) > 1 else set(names)
+    return common.pop() if len(common) == 1 and "" not in common else ", ".join(names)
