@@ -58,13 +58,28 @@ def test_packs_of_micro_batches_hold_no_others_calls():
     assert held == [{0, 1}, {2, 3}, {4}]
 
 
-def test_persistent_histories_have_the_same_places():
-    batch = mini_batch(EPISODES, 10_000)
+@pytest.mark.parametrize("budget", [10_000, 200, 100])
+def test_persistent_histories_lie_side_by_side_and_have_the_same_places(budget):
+    batch = replace(mini_batch(EPISODES, 10_000), budget=budget)
     token = np.full(len(batch), -1)
-    for e, history in enumerate(batch.persistent()):
-        assert set(batch.episode[history.place]) == {e}
-        token[history.place] = history.packed.decisions.token
+    state = [None] * len(batch)
+    packs = batch.persistent(range(len(EPISODES)))
+    assert (len(packs) == 1) == (budget == 10_000)
+    for work in packs:
+        held = sorted(set(batch.episode[work.place]))
+        assert len(work.packed) == sum(len(persistent_history(EPISODES[e])) for e in held)
+        assert len(work.packed) <= budget or len(held) == 1
+        token[work.place] = work.packed.decisions.token
+        for place, row in zip(work.place, work.packed.decisions.row, strict=True):
+            path = work.packed.path(int(row))
+            assert work.packed.positions[path].tolist() == list(range(len(path)))
+            state[place] = work.packed.tokens[path].tolist()
     assert token.tolist() == [t for c in batch.calls for t in c.completion]
+    alone = [persistent_history(e) for e in EPISODES]  # one sequence each, as the control is defined
+    assert state == [h.tokens[: row + 1].tolist() for h in alone for row in h.decisions.row]
+    assert [w.place.tolist() for w in batch.persistent([1, 3])] == [
+        np.flatnonzero(np.isin(batch.episode, part)).tolist() for part in ([[1, 3]] if budget == 10_000 else [[1], [3]])
+    ]
 
 
 def test_mini_batches_are_drawn_before_packing_and_the_same_for_every_layout():

@@ -7,14 +7,15 @@ that results depend neither on packing nor on accumulation nor on ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memopd.compile import Packed, fill, persistent_history, unshared
+from memopd.compile import Packed, fill, persistent_history, side_by_side, unshared
 from memopd.config import OptimiseConfig
 from memopd.types import Call, Episode, Ids
 
@@ -41,6 +42,7 @@ class MiniBatch:
     last: Bools  # [D] the episode's last decision
     call_last: Bools  # [D] its call's last decision
     call_reward: Floats  # [calls] r_t
+    budget: int  # rows a pack
 
     def __len__(self) -> int:
         return len(self.episode)
@@ -54,11 +56,29 @@ class MiniBatch:
         """Rows that independent calls would need."""
         return sum(map(path_length, self.calls))
 
-    def persistent(self) -> tuple[Work, ...]:
-        """The control: one flattened history per episode, in place of the packs."""
+    def persistent(self, episodes: Iterable[int]) -> list[Work]:
+        """The control: flattened histories in place of the exact states.
+
+        Each is a sequence of its own; they lie side by side in packs, so that a device has enough to do at once.
+        """
         first = np.searchsorted(self.episode, np.arange(len(self.episodes)))
-        histories = [persistent_history(e) for e in self.episodes]
-        return tuple(Work(h, f + np.arange(len(h.decisions))) for h, f in zip(histories, first, strict=True))
+        packs: list[Work] = []
+        group: list[Work] = []
+        for e in episodes:
+            history = persistent_history(self.episodes[e])
+            if group and sum(len(w.packed) for w in group) + len(history) > self.budget:
+                packs.append(_together(group))
+                group = []
+            group.append(Work(history, first[e] + np.arange(len(history.decisions))))
+        return [*packs, _together(group)] if group else packs
+
+
+def _together(group: Sequence[Work]) -> Work:
+    """Histories as separate trees of one pack, in the order given."""
+    size = [int(w.packed.decisions.call.max()) + 1 for w in group]
+    calls = np.cumsum([0, *size])
+    packed = side_by_side([w.packed for w in group], [range(a, b) for a, b in pairwise(calls)])
+    return Work(packed, np.concatenate([w.place for w in group]))
 
 
 def mini_batch(episodes: Sequence[Episode], budget: int, micro_batch: int = 0, share: bool = True) -> MiniBatch:
@@ -84,6 +104,7 @@ def mini_batch(episodes: Sequence[Episode], budget: int, micro_batch: int = 0, s
         np.diff(episode, append=-1) != 0,
         np.diff(call, append=-1) != 0,
         np.array([r for e in episodes for r in _call_rewards(e)]),
+        budget,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from memopd.compile import Packed
 from memopd.optimise import ranks
-from memopd.optimise.batch import Bools, MiniBatch, parts_of
+from memopd.optimise.batch import Bools, Ints, MiniBatch, parts_of
 from memopd.optimise.learner import Learner
 from memopd.optimise.models import PolicyRoot, StatesRoot, ValueRoot, lent
 from memopd.score import Head
@@ -22,9 +23,9 @@ class Guide:
     """The teacher's side of one mini-batch."""
 
     head: Head
-    states: dict[int, Tensor]  # of this rank's packs, by their first place; [decisions, H_T], in host memory
+    states: dict[int, Tensor]  # of this rank's packs, by their first place; [decisions, H_T], on the device
     mask: Tensor  # [D] m^T
-    divergence: Tensor  # [D] zeros that the first epoch of `update` fills, each rank at its own places
+    divergence: Tensor | None = None  # [D] zeros that the first epoch of `update` fills, each rank at its own places
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,13 @@ def score_batches(
         states = exact_states if teacher.state == "aligned" else persistent_states
         with lent(learner.teacher, learner.device):
             guides = [
-                Guide(learner.head, states(learner.teacher, b), teacher_mask(t, teacher.mask), torch.zeros_like(o))
-                for b, t, o in zip(batches, thinking, old, strict=True)
+                Guide(
+                    learner.head,
+                    states(learner.teacher, b),
+                    teacher_mask(t, teacher.mask),
+                    torch.zeros(len(b), device=learner.device),
+                )
+                for b, t in zip(batches, thinking, strict=True)
             ]
     return [Scored(*columns) for columns in zip(old, ref, value, thinking, strict=True)], guides
 
@@ -75,13 +81,14 @@ def values(root: ValueRoot, batch: MiniBatch) -> Tensor:
 
 def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
     """What `run` gives for every decision, wherever its pack was computed. [D], in host memory, on every rank."""
-    out: Tensor | None = None
+    found: list[Tensor] = []
+    place: list[Ints] = []
     for work, counts in ranks.deal(batch.work):
-        found = run(work.packed).cpu()
-        out = found.new_zeros(len(batch)) if out is None else out
-        if counts:
-            out[torch.as_tensor(work.place)] = found
-    assert out is not None
+        values = run(work.packed)  # stays on the device: the host goes on to the next pack, and waits once, at the end
+        found.append(values if counts else values[:0])
+        place.append(work.place if counts else work.place[:0])
+    out = torch.zeros(len(batch), dtype=found[0].dtype)
+    out[torch.as_tensor(np.concatenate(place))] = torch.cat(found).cpu()
     return ranks.total(out)
 
 
@@ -90,7 +97,7 @@ def exact_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
     """MemOPD: the teacher in the states that the student was in, for this rank's packs."""
     found = {}
     for work, counts in ranks.deal(batch.work):
-        states = root(work.packed).cpu()
+        states = root(work.packed)
         if counts:
             found[int(work.place[0])] = states
     return found
@@ -103,17 +110,17 @@ def persistent_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
     One history serves all packs that hold calls of its episode, so each rank runs the episodes that its packs need.
     """
     mine = [work for work, counts in ranks.deal(batch.work) if counts]
-    needed = {int(e) for work in mine for e in batch.episode[work.place]}
-    histories = batch.persistent()
-    passes = [histories[e] for e in sorted(needed)]
-    passes += [min(histories, key=lambda h: len(h.packed))] * (max(ranks.gather(len(needed))) - len(needed))
+    needed = sorted({int(e) for work in mine for e in batch.episode[work.place]})
+    histories = batch.persistent(needed)
+    idle = max(ranks.gather(len(histories))) - len(histories)
+    filler = batch.persistent([0]) * idle  # sharded models run in step
     flat: Tensor | None = None
-    for history in passes:
-        states = root(history.packed).cpu()
+    for history in histories + filler:
+        states = root(history.packed)
         flat = states.new_zeros(len(batch), states.shape[1]) if flat is None else flat
-        flat[torch.as_tensor(history.place)] = states
+        flat[torch.as_tensor(history.place, device=flat.device)] = states
     assert flat is not None
-    return {int(work.place[0]): flat[torch.as_tensor(work.place)] for work in mine}
+    return {int(w.place[0]): flat[torch.as_tensor(w.place, device=flat.device)] for w in mine}
 
 
 def teacher_mask(thinking: Bools, which: str) -> Tensor:

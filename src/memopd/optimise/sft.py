@@ -94,12 +94,12 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
 
 def imitate(root: PolicyRoot, optimiser: torch.optim.Optimizer, batch: MiniBatch, max_norm: float) -> dict[str, float]:
     """−mean log p of the recorded responses, over the global batch."""
-    D, total = len(batch), torch.zeros(1, dtype=torch.float64)
+    D, total = len(batch), torch.zeros((), dtype=torch.float64, device=next(root.parameters()).device)
     for work, counts in ranks.deal(batch.work):
         logp, *_ = root(work.packed, 1.0)
         loss = -logp.sum()
         backward(loss / D, counts)
-        total += float(loss.detach()) * counts
+        total += loss.detach() * counts  # read once, at the end: reading makes the host wait
     loss_sum = float(ranks.total(total))
     return {"loss": loss_sum / D, "grad_norm": clipped_step(root, optimiser, max_norm, loss_sum, "the")}
 

@@ -64,7 +64,9 @@ def make_traces(
     found: dict[tuple[str, int], Trace] = {}
     for batch, known, guide in zip(batches, terms, guides, strict=True):
         taught = guide is not None and bool(guide.mask.any())
-        divergence = ranks.total(guide.divergence.clone()) if guide is not None and taught else None
+        divergence = None
+        if guide is not None and guide.divergence is not None and taught:
+            divergence = ranks.total(guide.divergence.clone()).cpu()
         for at, episode, t in _calls(batch):
             found[episode.id, t] = Trace(
                 episode.id,

@@ -61,38 +61,42 @@ def update_actor(
 ) -> dict[str, float]:
     """Equation (actor): L = L_PPO − α·H + λ·L_OPD, each a mean over its own mask over the global mini-batch."""
     D, D_T = len(batch), 0 if guide is None else int(guide.mask.sum())
-    sums, ratio_error = torch.zeros(7, dtype=torch.float64), 0.0
+    device = next(root.parameters()).device
+    known_old, known_advantage, is_thought = (t.to(device) for t in (terms.logp_old, terms.advantage, terms.thinking))
+    mask = guide.mask.to(device) if guide is not None else is_thought
+    # Sums stay on the device until the last pack is on its way: reading one would make the host wait for it.
+    sums, ratio_error = torch.zeros(7, dtype=torch.float64, device=device), torch.zeros((), device=device)
     for work, counts in ranks.deal(batch.work):
-        place = torch.as_tensor(work.place)
-        theirs = (guide.head, guide.states[int(place[0])]) if guide is not None and D_T and counts else ()
+        place = torch.as_tensor(work.place, device=device)
+        theirs = (guide.head, guide.states[int(work.place[0])]) if guide is not None and D_T and counts else ()
         logp, entropy, *divergence = root(work.packed, temperature, *theirs)
-        old, advantage = terms.logp_old[place].to(logp), terms.advantage[place].to(logp)
+        old, advantage = known_old[place].to(logp), known_advantage[place].to(logp)
         ppo, H, kl = policy_loss(logp, old, advantage, config.clip), entropy_bonus(entropy), torch.zeros_like(logp)
         opd, loss = torch.zeros_like(ppo), ppo / D - config.entropy * H / D
-        if divergence and guide is not None:
+        if divergence:
             kl = divergence[0]
-            opd = distillation_loss(kl, guide.mask[place].to(kl.device))
+            opd = distillation_loss(kl, mask[place])
             loss = loss + weight * opd / D_T
         backward(loss, counts)
         if not counts:
             continue
-        if keep and guide is not None:
-            guide.divergence[place] = kl.detach().to(guide.divergence)
         with torch.no_grad():
-            thinking = terms.thinking[place].to(kl.device)
+            if keep and guide is not None and guide.divergence is not None:
+                guide.divergence[place] = kl.to(guide.divergence)
             gone, k3 = clip_fraction(logp, old, config.clip), approximate_kl(logp, old)
-            parts = [ppo, H, opd, kl[thinking].sum(), kl[~thinking].sum(), gone, k3]
-            sums += torch.stack(parts).double().cpu()
-            ratio_error = max(ratio_error, float((logp - old).expm1().abs().max()))
-    ppo_sum, H_sum, opd_sum, kl_think, kl_action, gone_sum, k3_sum = ranks.total(sums).tolist()
+            of_thoughts = distillation_loss(kl, is_thought[place])
+            sums += torch.stack([ppo, H, opd, of_thoughts, kl.sum() - of_thoughts, gone, k3]).double()
+            ratio_error = torch.maximum(ratio_error, (logp - old).expm1().abs().max())
+    totals: list[float] = ranks.total(sums).tolist()
+    ppo_sum, H_sum, opd_sum, kl_think, kl_action, gone_sum, k3_sum = totals
     thinking_count = int(terms.thinking.sum())
     measured = {
         "loss_ppo": ppo_sum / D,
         "entropy": H_sum / D,
         "clip_fraction": gone_sum / D,
         "approx_kl": k3_sum / D,
-        "ratio_error": max(ranks.gather(ratio_error)),
-        "grad_norm": clipped_step(root, optimiser, config.max_grad_norm, float(sums.sum()), "the actor's"),
+        "ratio_error": max(ranks.gather(float(ratio_error))),
+        "grad_norm": clipped_step(root, optimiser, config.max_grad_norm, sum(totals), "the actor's"),
     }
     if guide is not None:
         measured |= {
@@ -106,14 +110,15 @@ def update_actor(
 def update_critic(
     root: ValueRoot, optimiser: torch.optim.Optimizer, batch: MiniBatch, terms: Terms, config: OptimiseConfig
 ) -> dict[str, float]:
-    D, total = len(batch), torch.zeros(1, dtype=torch.float64)
+    D, device = len(batch), next(root.parameters()).device
+    known_old, known_target = terms.value_old.to(device), terms.target.to(device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for work, counts in ranks.deal(batch.work):
-        place = torch.as_tensor(work.place)
+        place = torch.as_tensor(work.place, device=device)
         value = root(work.packed)
-        old, target = terms.value_old[place].to(value), terms.target[place].to(value)
-        loss = value_loss(value, old, target, config.value_clip)
+        loss = value_loss(value, known_old[place].to(value), known_target[place].to(value), config.value_clip)
         backward(loss / D, counts)
-        total += float(loss.detach()) * counts
+        total += loss.detach() * counts
     loss_sum = float(ranks.total(total))
     norm = clipped_step(root, optimiser, config.max_grad_norm, loss_sum, "the critic's")
     return {"loss_value": loss_sum / D, "critic_grad_norm": norm}
