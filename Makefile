@@ -24,7 +24,7 @@ test-slow: SHELL := /bin/bash
 test-slow: $(READY)
 	set -o pipefail; (date -u +%F; MEMOPD_VLLM_PYTHON=$(wildcard $(VLLM)/bin/python) $(BIN)/python -m pytest -m slow -rp --durations=5) 2>&1 | tee docs/results/test-slow.txt
 
-# Against real vLLM, in an environment of its own that is kept for the next time. Skipped, and said so, without room.
+# Against real vLLM, in an environment of its own that is kept for the next time. It says so where it skips.
 test-vllm: $(READY)
 	@PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"; status=$$?; \
 	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \

@@ -309,7 +309,11 @@ def test_update_copies_a_state_dict():
     assert made[0].policy_version == one.version == 7
     with pytest.raises(ValueError, match="lacks 1 of the model's parameters"):
         one.update({k: v for k, v in trained.state_dict().items() if k != "model.norm.weight"}, version=8)
+    wrong = {**tiny_model("qwen2", seed=2).state_dict(), "model.norm.weight": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"another model: model\.norm\.weight has shape \(3,\) for"):
+        one.update(wrong, version=8)
     assert one.version == 7
+    assert [c.tokens.tolist() for c in one.generate(some)] == [c.tokens.tolist() for c in expected]
 
 
 def test_the_model_is_given_back_as_it_was():

@@ -6,11 +6,13 @@ Everything else is tested against real servers in tests/vllm.
 import json
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from memopd.engine import Request
 from memopd.engine import vllm_servers as servers
@@ -371,6 +373,25 @@ def test_closing_ends_what_is_under_way(fakes, connect):
             use()
 
 
+def test_nobody_is_left_waiting_by_a_close(fakes, connect):
+    """Requests from another thread: each is answered, aborted or refused, whenever the end comes."""
+    for delay in np.linspace(0, 0.02, 5):
+        engine, tickets = connect(), []
+
+        def ask(engine=engine, tickets=tickets):
+            with suppress(ValueError):  # it is closed
+                while True:
+                    tickets.append(engine.submit(some(1)[0]))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        time.sleep(delay)
+        engine.close()
+        asking.join(10)
+        assert not asking.is_alive()
+        assert all(t.completion.result(1).stop in (StopReason.LENGTH, StopReason.ABORTED) for t in tickets)
+
+
 # What is missing is named, with what to add
 
 
@@ -442,6 +463,19 @@ def test_servers_that_disagree_are_not_mixed(fakes, connect, checkpoint):
     assert {c.policy_version for c in engine.generate(some(8))} == {4}
 
 
+def test_servers_that_will_be_updated_may_hold_anything(fakes, connect, tmp_path):
+    """As when a run is resumed after one of its servers was restarted. A second trainer process learns of the update
+    from the servers."""
+    fakes[1].label = "3@elsewhere"
+    engine, other = connect(folder=tmp_path), connect(folder=tmp_path)
+    with pytest.raises(ValueError, match="not verified: call update, then verify"):
+        engine.generate(some(1))
+    engine.update({"w": torch.ones(2)}, version=5)
+    for one in (engine, other):
+        assert one.verify(agree, [[1, 2]], tolerance=1e-6) == {f.url: 0.0 for f in fakes}
+        assert {c.policy_version for c in one.generate(some(8))} == {5}
+
+
 def test_a_server_that_comes_back_gets_the_weights_before_requests(fakes, connect, checkpoint):
     engine = connect(weights=checkpoint, version=4)
     engine.verify(agree, [[1, 2]], tolerance=1e-6)
@@ -505,7 +539,7 @@ def test_nobody_samples_with_weights_that_are_not_verified(fakes, connect, check
     updating = threading.Thread(target=engine.update, args=(checkpoint, 2))
     updating.start()  # waits for the request
     time.sleep(0.1)
-    with pytest.raises(ValueError, match="version 1 were sent but not verified"):
+    with pytest.raises(ValueError, match="version 1 are not verified"):
         engine.submit(some(2)[1])
     updating.join()
     asked = fakes[0].asked

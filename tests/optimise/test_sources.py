@@ -20,7 +20,6 @@ from memopd.optimise.learner import build
 from memopd.optimise.log import read_metrics
 from memopd.optimise.source import Replay, Sampler
 from memopd.record import write_episodes
-from memopd.types import Sampling
 
 CPU = torch.device("cpu")
 
@@ -116,10 +115,10 @@ class Servers:
         if not self.deaf:
             self.engine.update(weights, version)
 
-    def verify(self, score, prompts, *, tolerance):
-        requests = [Request(p, seed=i, sampling=Sampling(max_tokens=16)) for i, p in enumerate(prompts)]
+    def verify(self, score, prompts, *, tolerance, sampling):
+        requests = [Request(p, seed=i, sampling=sampling) for i, p in enumerate(prompts)]
         answers = self.engine.generate(requests)
-        ours = score([(r.prompt, a.tokens) for r, a in zip(requests, answers, strict=True)], 1.0)
+        ours = score([(r.prompt, a.tokens) for r, a in zip(requests, answers, strict=True)], sampling.temperature)
         gap = max(np.abs(o - a.logprobs).max() for o, a in zip(ours, answers, strict=True))
         if not gap <= tolerance:
             raise StaleWeights("http://one", 1, gap, tolerance)
@@ -134,7 +133,7 @@ class Servers:
 
 def test_servers_get_the_weights_of_every_update_and_are_verified(sampler, monkeypatch):
     monkeypatch.setattr(engines, "VllmEngine", Servers)
-    source, learner = sampler(**{"sampling.servers": "http://one,http://two"})
+    source, learner = sampler(**{"sampling.servers": "http://one,http://two", "sampling.temperature": "1.5"})
     servers = source.policy.engine
     assert servers.urls == ("http://one", "http://two")
     source.episodes(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -14,12 +15,32 @@ import numpy as np
 import pytest
 import torch
 from gateway_parts import MODEL, client, serving, tokenizer, user
+from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from memopd import compile_calls, verify
 from memopd.engine.local import LocalEngine
+from memopd.optimise.log import read_metrics
 from memopd.record import read_episodes
 from memopd.types import Sampling, StopReason
+
+TRAIN = """
+[model]
+student = "{folder}/policy"
+
+[sampling]
+temperature = 0.8
+
+[optimise]
+steps = 1
+tasks = {episodes}
+mini_batch = {episodes}
+lr = 1e-3
+warmup = 0.0
+
+[teacher]
+state = "none"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +120,24 @@ def test_agents_of_the_official_client_give_episodes_that_compile_and_are_equiva
     assert spliced >= 6  # of 9: a random model's half characters and special tokens cannot come back as text
     ids = episodes["raw"].calls
     assert ids[2].prompt.tolist() == [*ids[1].prompt, *ids[1].completion]
+    train_a_step(tmp_path, model, len(episodes))
+
+
+def train_a_step(folder, model, episodes: int) -> None:
+    """`memopd train --replay` on what the gateway recorded: its own check of equivalence, then one update."""
+    model.save_pretrained(folder / "policy")
+    tokenizer().save_pretrained(folder / "policy")
+    config, run = folder / "train.toml", folder / "run"
+    config.write_text(TRAIN.format(folder=folder, episodes=episodes))
+    line = [sys.executable, "-m", "memopd.cli", "train", config, "--output", run, "--replay", folder]
+    ended = subprocess.run(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (step,) = read_metrics(run)
+    assert (step["left_out"], step["first_ratio_error"]) == (0, 0)
+    assert step["sampler_gap"] < 1e-5  # what the gateway recorded is what the trainer computes
+    assert step["grad_norm"] > 0
+    before, after = (load_file(path / "model.safetensors") for path in (folder / "policy", run / "model"))
+    assert any(not torch.equal(before[name], after[name]) for name in after)
 
 
 def test_greedy_answers_are_alike_and_recorded_as_greedy(tmp_path, model):

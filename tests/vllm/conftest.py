@@ -8,7 +8,7 @@ import os
 import pytest
 from real_vllm import make_model, serving, wait_until_up
 
-collect_ignore = [] if os.environ.get("MEMOPD_VLLM_PYTHON") else ["test_real.py", "test_deaths.py"]
+collect_ignore = [] if os.environ.get("MEMOPD_VLLM_PYTHON") else ["test_real.py", "test_whole.py", "test_deaths.py"]
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import httpx
 
+from memopd.agent.protocol import INSTRUCTIONS
+
 PYTHON = os.environ.get("MEMOPD_VLLM_PYTHON")
 
 # The verb as `memopd serve` has it, without the rest of the command line.
 VERB = "import typer; from memopd.cli import policy; app = typer.Typer(); policy.register(app); app()"
+
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
 def make_tokenizer(path: Path):
@@ -28,8 +32,8 @@ def make_tokenizer(path: Path):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet)
     text = "<think>the town on the river</think><search>river Tal</search><answer>Boro; Kallin</answer>"
-    trained.train_from_iterator([text] * 50, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>")
+    trained.train_from_iterator([text, INSTRUCTIONS] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>", chat_template=CHAT)
     tokenizer.save_pretrained(path)
     return tokenizer
 
@@ -128,3 +132,8 @@ def scorer(model):
         return scores
 
     return score
+
+
+def brevity(task, responses) -> float:
+    """A reward that an untrained policy earns in part."""
+    return 1.0 / (1 + sum(map(len, responses)) / 100)

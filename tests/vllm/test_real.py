@@ -254,6 +254,7 @@ def test_weights_may_come_another_way(engine, second, first):
     assert engine.generate(requests_of(first[2], 1))[0].policy_version == 9
 
 
+@pytest.mark.slow  # imports vLLM
 def test_vllms_transfer_is_driven_as_vllm_expects():
     """Up to the broadcast itself, which needs GPUs: the calls that vLLM's trainer side makes to a server for us."""
     script = Path(__file__).with_name("transfer_script.py")

@@ -1,4 +1,5 @@
-"""The local engine against transformers' own ways to sample: the same prompts, the same numbers of tokens, one run.
+"""The local engine against transformers' own ways to sample and vLLM: the same prompts, the same numbers of tokens, one
+run.
 
 Prompts and completions of very different lengths, as agents make them. Every arm samples exactly as many tokens for a
 prompt as the others; only these count. Prompts share no prefix, so nothing here comes from copied rows.
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -97,12 +99,19 @@ def world_model(name: str, dtype: torch.dtype, device: str) -> Any:
 
 
 def run_engine(
-    name: str, dtype: torch.dtype, device: str, repeats: int = 3, compiled: bool = True, work: Work | None = None
+    name: str,
+    dtype: torch.dtype,
+    device: str,
+    repeats: int = 3,
+    compiled: bool = True,
+    vllm: Path | None = None,
+    work: Work | None = None,
 ) -> EngineResult:
-    """`compiled`: on a GPU, also transformers' static cache with a compiled step, which takes a minute to compile."""
+    """`compiled`: on a GPU, also transformers' static cache with a compiled step, which takes a minute to compile.
+    `vllm`: an interpreter that has vLLM, to start a server with."""
     work = work_of() if work is None else work
     model, count = world_model(name, dtype, device), len(work.prompts)
-    ways: dict[str, Callable[[], None]] = {f"transformers generate, batch {count}": lambda: generate(model, work)}
+    ways: Ways = {f"transformers generate, batch {count}": lambda: generate(model, work)}
     if device == "cpu":  # padding costs a CPU more than further batches do
         for part in (count // 2, count // 4):
             way = partial(by_length, model, work, part)
@@ -112,9 +121,19 @@ def run_engine(
     ways[f"memopd, {count // 4} slots"] = sampler(model, work, count // 4)
     ways[f"memopd, {count} slots"] = sampler(model, work, count)
     times, failed = _rounds(ways, repeats)
-    with continuous(model, work) as way:  # apart from the rest: its thread would run beside them
-        some, wrong = _rounds({"transformers continuous batching": way}, repeats)
-    times, failed = times | some, failed | wrong
+    # Apart from the rest: their threads and processes would run beside it.
+    apart = {"transformers continuous batching": continuous(model, work)}
+    if vllm is not None:
+        from memopd.bench.engine_vllm import served
+
+        apart["vLLM"] = served(model, work, vllm)
+    for arm, opening in apart.items():
+        try:
+            with opening as ways:
+                some, wrong = _rounds(ways, repeats)
+        except Exception as why:  # it could not even be started
+            some, wrong = {}, {arm: _reason(why)}
+        times, failed = times | some, failed | wrong
     best = min(median(t[0] for t in some) for arm, some in times.items() if "generate" in arm)
     sampled = sum(work.tokens)
     return EngineResult(
@@ -131,10 +150,11 @@ def run_engine(
     )
 
 
+Ways = dict[str, Callable[[], None]]  # arms by name
 Times = list[tuple[float, float]]  # on the wall, and of the CPU
 
 
-def _rounds(ways: dict[str, Callable[[], None]], repeats: int) -> tuple[dict[str, Times], dict[str, str]]:
+def _rounds(ways: Ways, repeats: int) -> tuple[dict[str, Times], dict[str, str]]:
     """Seconds of every way, and why others failed. In rounds, so that a machine that slows down slows every arm."""
     times: dict[str, Times] = {arm: [] for arm in ways}
     failed: dict[str, str] = {}
@@ -145,17 +165,22 @@ def _rounds(ways: dict[str, Callable[[], None]], repeats: int) -> tuple[dict[str
             try:
                 times[arm].append(_seconds(way))
             except Exception as why:  # an arm that does not run here says why, and the others count
-                failed[arm] = f"{type(why).__name__}: {why}".splitlines()[0]
+                failed[arm] = _reason(why)
     return {arm: some[1:] for arm, some in times.items() if arm not in failed}, failed  # the first round warms up
+
+
+def _reason(why: Exception) -> str:
+    return f"{type(why).__name__}: {why}".splitlines()[0]
 
 
 def _arm(name: str, times: Times | None, note: str, sampled: int, best: float) -> EngineArm:
     if times is None:
         return EngineArm(name, *[float("nan")] * 5, note=note)
     wall, processor = ([t[i] for t in times] for i in (0, 1))
-    seconds = median(wall)
+    seconds, elsewhere = median(wall), name.startswith("vLLM")  # in processes of its own
     spread = (max(wall) - min(wall)) / seconds
-    return EngineArm(name, seconds, spread, median(processor), sampled / seconds, best / seconds)
+    spent = float("nan") if elsewhere else median(processor)
+    return EngineArm(name, seconds, spread, spent, sampled / seconds, best / seconds)
 
 
 def _seconds(work: Callable[[], None]) -> tuple[float, float]:
@@ -219,7 +244,7 @@ def generate(model: Any, work: Work, cache: str | None = None) -> None:
 
 
 @contextmanager
-def continuous(model: Any, work: Work) -> Iterator[Callable[[], None]]:
+def continuous(model: Any, work: Work) -> Iterator[Ways]:
     """transformers' continuous batching, log-probabilities on, one manager for all rounds; blocks are not shared, as
     the next round asks for the same prompts."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -249,7 +274,7 @@ def continuous(model: Any, work: Work) -> Iterator[Callable[[], None]]:
             done += bool(result.is_finished())
 
     try:
-        yield run
+        yield {"transformers continuous batching": run}
     finally:
         for manager in managers:
             manager.stop(block=True, timeout=10)

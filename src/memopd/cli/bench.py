@@ -185,16 +185,18 @@ def bench_engine(
     models: Annotated[str, typer.Option(help="Of 3m, 10m: the embedded world's sizes, random weights.")] = "3m,10m",
     dtype: Annotated[Precision, typer.Option()] = Precision.float32,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="generate with a compiled step too.")] = True,
+    vllm: Annotated[Path | None, typer.Option(help="An interpreter that has vLLM: a server beside the others.")] = None,
     repeats: Repeats = 3,
     as_json: Json = False,
 ) -> None:
-    """The local engine beside transformers' generate and continuous batching, on prompts of very different lengths."""
+    """The local engine beside transformers' generate, its continuous batching, and vLLM, on prompts of any length."""
     import torch
 
     from memopd.bench.engine import run_engine
 
     kind = getattr(torch, dtype)
-    runs = (run_engine(name, kind, device(), repeats, compiled) for name in track("engine", models.split(",")))
+    sizes = track("engine", models.split(","))
+    runs = (run_engine(name, kind, device(), repeats, compiled, vllm) for name in sizes)
     report(runs, as_json, dtype=dtype)
 
 

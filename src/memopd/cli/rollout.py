@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from memopd.cli.options import Json, Precision, device, err, load_model, out, pl
 app = typer.Typer()
 log = logging.getLogger("memopd")
 
-PART = 256  # episodes that appear in the store at once
+PART, PART_SECONDS = 256, 60.0  # episodes appear in the store so many at once, or all that a minute finished
 
 
 class Policy(StrEnum):
@@ -75,7 +75,7 @@ def rollout(
     if output.suffix == ".parquet":
         raise ValueError(f"{output}: give a folder: episodes are added to it as they finish")
     there = any(output.glob("*.parquet")) if output.is_dir() else False
-    done = {e.id for e in read_episodes(output)} if there else set()
+    done = {e.id for e in read_episodes(output) if like(e, output, seed, memory, temperature)} if there else set()
     pairs = [pair for pair in pairs if pair[0] not in done]
     if done:
         log.info(f"{output}: has {len(done)} episodes already, {len(pairs)} to go")
@@ -83,10 +83,7 @@ def rollout(
         pairs, index, model, servers, policy, tokenizer, memory, temperature, max_tokens, max_context, batch, seed,
         dtype, train,
     ).episodes()  # fmt: skip
-    counted = progress(episodes, len(pairs))
-    written = 0
-    while part := list(islice(counted, PART)):
-        written += write_episodes(output, part)
+    written = sum(write_episodes(output, part) for part in parts(progress(episodes, len(pairs))))
     print(f"{output}: {written + len(done)} episodes")
 
 
@@ -141,14 +138,36 @@ def device_name(policy: Policy | None) -> str:
     return "scripted" if policy else device()
 
 
+def like(episode: Any, store: Path, seed: int, memory: str, temperature: float) -> bool:
+    """Whether a store that is to be gone on with was begun with these settings; an error that says which differs."""
+    for name, was, now in (
+        ("--seed", episode.seed, seed),
+        ("--memory", episode.memory, memory),
+        ("--temperature", episode.sampling.temperature, temperature),
+    ):
+        if was != now:
+            raise ValueError(f"{store}: has episodes sampled with {name} {was}, not {now}: choose another store")
+    return True
+
+
+def parts(episodes: Iterator[Any]) -> Iterator[list[Any]]:
+    """What is finished goes to the store now and then: whoever kills a rollout loses a minute of it."""
+    part, begun = [], time.monotonic()
+    for episode in episodes:
+        part.append(episode)
+        if len(part) == PART or time.monotonic() - begun > PART_SECONDS:
+            yield part
+            part, begun = [], time.monotonic()
+    if part:
+        yield part
+
+
 def progress(episodes: Iterator[Any], total: int) -> Iterator[Any]:
     """A bar with episodes/s and sampled tokens/s on a terminal; silence elsewhere."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Progress("episodes", *columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        import time
-
         begin, tokens = time.monotonic(), 0
         task = bar.add_task("", total=total, rate="")
         for n, episode in enumerate(episodes, 1):

@@ -142,6 +142,10 @@ class LocalEngine:
         own = dict(self.model.named_parameters())  # names tied weights once
         if missing := sorted(own.keys() - weights.keys()):
             raise ValueError(f"the update lacks {len(missing)} of the model's parameters, {missing[0]} among them")
+        for name, parameter in own.items():  # before any is copied: half an update would be a model that nobody has
+            if weights[name].shape != parameter.shape:
+                shapes = f"{tuple(weights[name].shape)} for {tuple(parameter.shape)}"
+                raise ValueError(f"the update is of another model: {name} has shape {shapes}")
         with self.updating(version), torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])

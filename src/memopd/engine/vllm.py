@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,8 @@ _TRIES = 5  # of one request; each failure costs its server a probe, so this is 
 class VllmEngine:
     """`weights`: the checkpoint that the servers must hold, of `version`; None: what they hold now, by their labels.
 
-    `folder`: where weights that come as tensors are written; the servers must see it under the same path.
+    `folder`: where weights that come as tensors are written; the servers must see it under the same path. With a
+    folder and no weights nothing is sampled before an update, so the servers may hold anything.
     `timeout`: seconds of silence after which a server counts as hung. `patience`: seconds to wait for the last server
     that is down.
     """
@@ -63,6 +65,7 @@ class VllmEngine:
         self._key: tuple[list[Request], list[Completion]] = ([], [])  # answers that the trainer agreed with
         self._tolerance = 0.0
         self._tasks: set[asyncio.Task[Completion]] = set()
+        self._closed, self._gate = False, threading.Lock()  # so that no request starts in a loop that has ended
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm engine", daemon=True)
         self._thread.start()
@@ -70,6 +73,8 @@ class VllmEngine:
             self._fleet = self._run(self._connect(urls, timeout, patience))
             if weights is not None:
                 self.update(weights, version)
+            elif folder is not None:
+                self._verified = False
             else:
                 self.version = self._common_version()
         except BaseException:
@@ -78,8 +83,10 @@ class VllmEngine:
 
     def close(self) -> None:
         """Requests under way end as aborted."""
-        if self._loop.is_closed():
-            return
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
         self._run(self._disconnect())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -101,8 +108,7 @@ class VllmEngine:
 
     def _submit(self, request: Request, heard: Callable[[int], None] | None, stream: bool) -> Ticket:
         if not self._verified:
-            raise ValueError(f"weights of version {self.version} were sent but not verified: call verify first")
-        self._check_open()
+            raise ValueError(f"weights of version {self.version} are not verified: call update, then verify")
         check_end(request, self.tokenizer)  # here, so that a bad request raises where it is made
         payload = body(request, stream)
         future: Future[Completion] = Future()
@@ -126,10 +132,12 @@ class VllmEngine:
             task.add_done_callback(finished)
 
         def cancel() -> None:
-            if not self._loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: it was aborted
                 self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
 
-        self._loop.call_soon_threadsafe(start)
+        with self._gate:
+            self._check_open()
+            self._loop.call_soon_threadsafe(start)
         return Ticket(future, cancel)
 
     async def _complete(
@@ -325,8 +333,8 @@ class VllmEngine:
         return weighing.version_of(next(iter(labels.values())))
 
     def _check_open(self) -> None:
-        if self._loop.is_closed():
-            raise ValueError("this engine is closed")
+        if self._closed:
+            raise ValueError("this engine is closed: make a new one")
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

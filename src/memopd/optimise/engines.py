@@ -18,10 +18,10 @@ from memopd.optimise.models import PolicyRoot, copy_weights, is_sharded, whole_c
 from memopd.record.rollout import prefix_of
 from memopd.score import packed_logprobs
 from memopd.tasks.files import read_tasks
-from memopd.types import Call, Floats, Ids
+from memopd.types import Call, Floats, Ids, Sampling
 from memopd.verify.equivalence import MORE_PRECISE, name_of
 
-PROMPTS = 4  # that servers are verified with
+PROMPTS, TOKENS = 4, 16  # that servers are verified with
 
 
 class LocalPolicy:
@@ -65,7 +65,8 @@ class ServedPolicy:
         if first:
             self.engine.update(weights, version)
         ranks.barrier()  # the other ranks' engines read the version off the servers
-        self.engine.verify(self.score, self.prompts, tolerance=self._tolerance())
+        sampling = Sampling(temperature=self.temperature, max_tokens=TOKENS)  # which the tolerance belongs to
+        self.engine.verify(self.score, self.prompts, tolerance=self._tolerance(), sampling=sampling)
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> list[Floats]:
         """log p of the completions: one forward pass, for every rank must make as many as the others."""
