@@ -1,4 +1,4 @@
-"""A page in real headless Chromium, through the DevTools protocol over a pipe: clicks, keys, requests, errors, pictures."""
+"""A page in real headless Chromium, through the DevTools protocol over a pipe: clicks, keys, requests, errors."""
 
 import base64
 import json
@@ -13,7 +13,14 @@ from typing import Any, Self
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 
 
 class Browser:
@@ -79,7 +86,9 @@ class Browser:
         """The middle of an element, brought into view."""
         found = f"document.querySelector({json.dumps(selector)})"
         self.run(f"{found}.scrollIntoView({{block: 'center'}})")
-        box = self.run(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({found}.getBoundingClientRect())")
+        box = self.run(
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({found}.getBoundingClientRect())"
+        )
         return box[0], box[1]
 
     def hover(self, selector: str) -> None:

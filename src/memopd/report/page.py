@@ -73,11 +73,10 @@ def _run_data(run: Run, budget: int) -> dict[str, Any]:
 
 
 def page(data: dict[str, Any]) -> str:
-    folder = files("memopd.report") / "page"
-    style = "".join((folder / f"{name}.css").read_text("utf-8") for name in STYLES)
-    script = "\n".join((folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS)
-    script = f'"use strict";\n{{\n{script}\n}}\n'
-    return Template((folder / "page.html").read_text("utf-8")).substitute(
+    style = "".join(part(f"{name}.css") for name in STYLES)
+    body = "\n".join(part(f"{name}.js") for name in SCRIPTS)
+    script = f'"use strict";\n{{\n{body}\n}}\n'  # a block: nothing of it is global
+    return Template(part("page.html")).substitute(
         title=html.escape(data["title"]),
         policy=f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; base-uri 'none'; "
         "form-action 'none'",
@@ -85,6 +84,10 @@ def page(data: dict[str, Any]) -> str:
         script=script,
         data=embedded(data),
     )
+
+
+def part(name: str) -> str:
+    return (files("memopd.report") / "page" / name).read_text("utf-8")
 
 
 def embedded(data: Any) -> str:

@@ -1,0 +1,88 @@
+"""Real runs of tiny models, whose tokenizer knows the words that a page must never take for markup."""
+
+import atexit
+import json
+from functools import cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+import numpy as np
+from optimise.tiny import CONFIG, THINK, recorded, save_model
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from memopd.config import load_config
+from memopd.evaluate import Measures, Setting, summarise
+from memopd.record import write_episodes
+from memopd.verify.families import VOCABULARY
+
+HOSTILE = [
+    "<script>window.pwned=1;alert(1)</script>",
+    "</script>",
+    "</script><script>window.pwned=2</script>",
+    "<img src=x onerror=window.pwned=3>",
+    "<!--<script>",
+    "-->",
+    "<svg onload=window.pwned=4>",
+    "&lt;b&gt;",
+    '"><b>bold</b>',
+    "'${window.pwned=5}`",
+    "\u2028\u2029",
+    "]]>",
+    "<iframe src=https://example.com>",
+    "<style>*{display:none}</style>",
+]
+
+
+def hostile_tokenizer() -> PreTrainedTokenizerFast:
+    """A word in three is hostile: each of them stands in every episode many times."""
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    for n, i in enumerate(range(10, VOCABULARY, 3)):
+        del words[f"w{i}"]
+        words[HOSTILE[n % len(HOSTILE)] + ("" if n < len(HOSTILE) else str(n))] = i
+    del words[f"w{THINK}"]
+    words["</think>"] = THINK
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+
+
+@cache
+def workshop() -> Path:
+    folder = Path(mkdtemp(prefix="memopd-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    for name, seed in (("student", 0), ("teacher", 1)):
+        save_model(folder / name, seed, hostile_tokenizer())
+    write_episodes(folder / "episodes", recorded())
+    (folder / "config.toml").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+@cache
+def run_of(state: str = "aligned", seed: int = 0, **overrides: str) -> Path:
+    """A run of `memopd train` on recorded episodes."""
+    from memopd.optimise.train import train
+
+    name = f"{state}-{seed}<img src=x onerror=window.pwned=6>"
+    settings = {"teacher.state": state, "run.seed": str(seed), "optimise.tasks": "4", "optimise.mini_batch": "2"}
+    train(load_config(workshop() / "config.toml", settings | overrides), workshop() / name)
+    add_evaluation(workshop() / name, "before", 0.3)
+    add_evaluation(workshop() / name, "after", 0.6)
+    return workshop() / name
+
+
+def add_evaluation(run: Path, name: str, rate: float) -> None:
+    """As `memopd evaluate -o` writes it."""
+    from memopd.cli.evaluation import Evaluation
+
+    rng = np.random.default_rng(7)
+    draws = rng.random(40)
+    runs = [
+        [
+            Measures(f"t{i}", 2, float(d < rate), float(d < rate), True, 3, 500, 300, 9000, 0.1)
+            for i, d in enumerate(draws)
+        ]
+    ]
+    result = summarise(f"{name} <b>system</b>", runs, Setting("squad", "local, cpu", 16))
+    (run / "evaluation").mkdir(exist_ok=True)
+    evaluation = Evaluation((result,), (tuple(tuple(r) for r in runs),))
+    (run / "evaluation" / f"{name}.json").write_text(json.dumps(evaluation.as_dict()))
