@@ -1,6 +1,7 @@
 """Tables against numbers worked out by hand from given results."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from small import write_result
@@ -90,6 +91,18 @@ def test_what_is_missing_is_said_and_left_out(work, tmp_path):
     assert made["missing"][2] == "train ppo-1 failed: out of memory"
     assert "| MemOPD | 1.500 ± 0.500 |" in text  # one run is left: standard error over its tasks
     assert "Missing" in text
+
+
+def test_an_untrained_system_can_have_seeds_too(work, tmp_path):
+    """Sampled with every seed, it is compared pair by pair: 1.5 - 1 and 2 - 0.5."""
+    found = json.loads(work.result_of("student-mem1", 0, 2).read_text())
+    write_result(
+        work.result_of("student-mem1", 1, 2), "student-mem1", 1, 2, [(0.0, 0.0), (0.0, 1.0)], found["settings"]
+    )
+    show("main", SHOWN, replace(work, suite=replace(work.suite, repeated=("student-mem1",))), {}, tmp_path)
+    lines = read(tmp_path)[0]["comparisons"]
+    fixed = next(c for c in lines if c["metric"] == "f1" and c["b"] == "SFT")
+    assert fixed["over_seeds"]["differences"] == [0.5, 1.5]
 
 
 def test_nothing_at_all(work, tmp_path):

@@ -40,7 +40,7 @@ def collect(work: Work, systems: Sequence[str], horizons: Sequence[int]) -> Coll
             continue  # left out by --arms
         for k in horizons:
             settings: list[Setting] = []
-            seeds = work.suite.seeds if system in ARMS else (0,)
+            seeds = work.suite.seeds_of(system)
             runs = {seed: m for seed in seeds if (m := _read(work, system, seed, k, found, settings))}
             if runs:
                 found.runs[system, k] = runs
@@ -52,7 +52,7 @@ def _read(
     work: Work, system: str, seed: int, k: int, found: Collected, settings: list[Setting]
 ) -> list[Measures] | None:
     e, file = work.suite.evaluation, work.result_of(system, seed, k)
-    what = f"{label(system)}, seed {seed}, Q{k}" if system in ARMS else f"{label(system)}, Q{k}"
+    what = f"{label(system)}, Q{k}" if work.suite.seeds_of(system) == (0,) else f"{label(system)}, seed {seed}, Q{k}"
     if not file.is_file():
         found.missing.append(what)
         return None
@@ -70,9 +70,9 @@ def _read(
 
 
 def compared(found: Collected, a: str, b: str, k: int) -> list[dict[str, Any]]:
-    """a - b on the seeds that both have. A system that is not trained has one run for all seeds."""
+    """a - b on the seeds that both have. A system that has one run is compared with every seed."""
     of_a, of_b = found.runs.get((a, k), {}), found.runs.get((b, k), {})
-    if b not in ARMS and of_b:
+    if b not in ARMS and of_b.keys() == {0}:
         of_b = dict.fromkeys(of_a, of_b[0])
     seeds = sorted(of_a.keys() & of_b.keys())
     if not seeds:

@@ -12,6 +12,7 @@ from memopd.files import whole
 
 COLOURS = {"SFT": "0.6", "PPO": "tab:orange", "persistent OPD": "tab:red", "MemOPD": "tab:blue"}
 OTHER = "0.8"
+CURVES = {"reward": "reward while training", "dev_em": "EM on dev tasks", "loss_opd": "divergence from the teacher"}
 
 
 def systems(made: dict[str, Any], shown: Shown, output: Path) -> None:
@@ -30,18 +31,19 @@ def systems(made: dict[str, Any], shown: Shown, output: Path) -> None:
 def control(made: dict[str, Any], shown: Shown, output: Path) -> None:
     """Figure a: bars with a dot for each seed; beside them, how the arms got there."""
     plt = pyplot()
-    panels = ("reward", "dev_em")
-    figure, (f1, em, *axes) = plt.subplots(1, 4, figsize=(15, 3.8), layout="constrained")
+    curves = [seed for seeds in made["curves"].values() for seed in seeds.values()]
+    panels = [name for name in CURVES if any(seed[name] for seed in curves)]
+    width = 2 + len(panels)
+    figure, (f1, em, *axes) = plt.subplots(1, width, figsize=(3.8 * width, 3.8), layout="constrained")
     for axis, metric in ((f1, "f1"), (em, "em")):
         bars(axis, made, shown.horizons[0], metric)
         axis.set_title(f"Q{shown.horizons[0]} {metric.upper()} ({made['settings']['split']})")
     for axis, name in zip(axes, panels, strict=True):
         for arm, seeds in made["curves"].items():
             curve(axis, arm, [s[name] for s in seeds.values() if s[name]])
-        axis.set_title({"reward": "reward while training", "dev_em": "EM on dev tasks"}[name])
+        axis.set_title(CURVES[name])
         axis.set_xlabel("update")
-    if axes[0].get_legend_handles_labels()[0]:
-        axes[0].legend(fontsize=8)
+        axis.legend(fontsize=8)
     save(figure, output)
 
 

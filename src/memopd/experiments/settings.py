@@ -37,8 +37,12 @@ class Suite:
     training: str = "configs/experiments/training.toml"
     arms: tuple[str, ...] = tuple(ARMS)
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    repeated: tuple[str, ...] = ()  # systems that are not trained here but sampled with every seed, as the arms are
     concurrent: int = 1  # processes; several may share a GPU
     evaluation: Evaluation = field(default_factory=Evaluation)
+
+    def seeds_of(self, system: str) -> tuple[int, ...]:
+        return self.seeds if system in ARMS or system in self.repeated else (0,)
 
 
 @dataclass(frozen=True, slots=True)

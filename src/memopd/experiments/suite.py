@@ -87,7 +87,8 @@ class Work:
         for who, model in (("student", base.model.student), ("teacher", base.model.teacher)):
             fixed = [(s, k) for s, k in self.wanted if s.partition("-")[0] == who]
             if fixed:
-                yield who, self._plan(model, [(s, 0, k, s.partition("-")[2]) for s, k in fixed])
+                seeds = [(s, seed, k) for s, k in fixed for seed in self.suite.seeds_of(s)]
+                yield who, self._plan(model, [(s, seed, k, s.partition("-")[2]) for s, seed, k in seeds])
         for seed in self.suite.seeds:
             for arm in self.arms:
                 parts = [(s, seed, k, base.tasks.memory) for s, k in self.wanted if s == arm]
