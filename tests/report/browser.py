@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,14 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+# Chromium reads from 3 and writes to 4.
+START = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+for end, number in zip(ends, (3, 4)):
+    os.dup2(end, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Browser:
@@ -31,8 +40,8 @@ class Browser:
             pytest.skip("no chromium here: apt-get install chromium")
         self.profile = TemporaryDirectory(ignore_cleanup_errors=True)
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
-        shell = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where Chromium looks for them
-        command = ["sh", "-c", shell, CHROMIUM, *FLAGS, f"--user-data-dir={self.profile.name}", "about:blank"]
+        start = [sys.executable, "-c", START, str(theirs_in), str(theirs_out)]
+        command = [*start, CHROMIUM, *FLAGS, f"--user-data-dir={self.profile.name}", "about:blank"]
         self.process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
         os.close(theirs_in)
         os.close(theirs_out)
@@ -105,17 +114,22 @@ class Browser:
         file.write_bytes(base64.b64decode(data))
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = self._post(method, parameters)
+        while True:
+            answer = self._receive()
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            if "method" in answer:
+                self._event(answer)
+
+    def _post(self, method: str, parameters: dict[str, Any]) -> int:
         self.sent += 1
         message: dict[str, Any] = {"id": self.sent, "method": method, "params": parameters}
         if self.session:
             message["sessionId"] = self.session
         self.to.write(json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._receive()
-            if answer.get("id") == self.sent:
-                assert "error" not in answer, answer
-                return answer["result"]
-            self._event(answer)
+        return self.sent
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self.waiting:
@@ -136,3 +150,4 @@ class Browser:
                 self.errors.append(said["entry"]["text"])
             case "Page.javascriptDialogOpening":
                 self.errors.append(f"dialog: {said['message']}")
+                self._post("Page.handleJavaScriptDialog", {"accept": True})  # the page waits for it

@@ -57,14 +57,18 @@ def workshop() -> Path:
     return folder
 
 
-@cache
-def run_of(state: str = "aligned", seed: int = 0, **overrides: str) -> Path:
+def run_of(state: str = "aligned", seed: int = 0) -> Path:
     """A run of `memopd train` on recorded episodes."""
+    return _run(state, seed)
+
+
+@cache
+def _run(state: str, seed: int) -> Path:
     from memopd.optimise.train import train
 
     name = f"{state}-{seed}<img src=x onerror=window.pwned=6>"
     settings = {"teacher.state": state, "run.seed": str(seed), "optimise.tasks": "4", "optimise.mini_batch": "2"}
-    train(load_config(workshop() / "config.toml", settings | overrides), workshop() / name)
+    train(load_config(workshop() / "config.toml", settings), workshop() / name)
     add_evaluation(workshop() / name, "before", 0.3)
     add_evaluation(workshop() / name, "after", 0.6)
     return workshop() / name

@@ -1,0 +1,220 @@
+"""The page in real Chromium: what it shows, that it asks nobody for anything, that text stays text."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from browser import Browser
+from pages import HOSTILE, run_of, workshop
+
+from memopd.optimise.log import read_metrics
+from memopd.optimise.traces import read_traces
+from memopd.record import read_episodes
+from memopd.report import page as made
+from memopd.report import write_report
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as found:
+        yield found
+
+
+@cache
+def report() -> Path:
+    write_report([run_of()], workshop() / "report.html")
+    return workshop() / "report.html"
+
+
+@cache
+def comparison() -> Path:
+    runs = [run_of("aligned", 0), run_of("aligned", 1), run_of("none", 0)]
+    write_report(runs, workshop() / "comparison.html")
+    return workshop() / "comparison.html"
+
+
+def shows(browser: Browser, page: Path, fragment: str = "") -> None:
+    """Open it: it draws itself, runs nothing but its own script, asks for nothing but itself."""
+    before = len(browser.errors), len(browser.requests)
+    browser.open(page, fragment)
+    address = page.resolve().as_uri()
+    assert browser.run("document.documentElement.dataset.ready") == "yes", browser.errors
+    assert browser.errors[before[0] :] == []
+    assert {r.partition("#")[0] for r in browser.requests[before[1] :]} <= {address}
+    assert browser.run("window.pwned") is None
+    assert browser.run("document.scripts.length") == 2
+    assert browser.run("document.querySelectorAll('img, iframe, style, link, svg > svg, main b > b').length") == 1
+    assert browser.run("document.querySelectorAll('style').length") == 1
+
+
+def words(browser: Browser) -> list[str]:
+    """All that a reader sees, whatever element it is in."""
+    return browser.run("document.body.innerText + [...document.querySelectorAll('.text')].map(e => e.textContent)")
+
+
+def test_the_viewer_shows_the_call_that_the_address_names(browser):
+    shows(browser, report(), "#episode=5&call=2")
+    episode = sorted(first_episodes(), key=lambda e: e[0])[5][1]
+    trace = read_traces(run_of() / "traces" / "step-000001.parquet")[episode.id, 2]
+    assert browser.texts(".walk h3") == ["Call 2 of 0 to 3"]
+    assert browser.texts(".about code")[0] == episode.id
+    ids = browser.run("[...document.querySelectorAll('.chip')].map(e => e.dataset.k)")
+    assert ids == [str(k) for k in range(len(episode.calls[2].completion))]
+    browser.hover(".chip:nth-child(3)")
+    tip = dict(zip(browser.texts("#tip dt"), browser.texts("#tip dd"), strict=True))
+    assert float(tip["advantage"].replace("−", "-")) == pytest.approx(float(trace.advantage[2]), rel=1e-3)
+    assert float(tip["value"].replace("−", "-")) == pytest.approx(float(trace.value[2]), rel=1e-3)
+    assert float(tip["teacher KL"]) == pytest.approx(float(trace.divergence[2]), rel=1e-3)
+    assert float(tip["log p"].partition(",")[0].replace("−", "-")) == pytest.approx(float(trace.logp_old[2]), rel=1e-3)
+    assert tip["token id"] == str(episode.calls[2].completion[2])
+    assert tip["position"] == str(len(episode.calls[2].prompt) + 2)
+
+
+def first_episodes():
+    """(step, episode) in the order of the page."""
+    for file in sorted((run_of() / "episodes").iterdir()):
+        yield from ((file.stem, e) for e in read_episodes(file))
+
+
+def test_clicks_and_keys_walk_the_calls(browser):
+    shows(browser, report(), "#episode=0&call=0")
+    assert browser.texts(".column h4") == ["What this call read", "What a flattened history would have said"]
+    assert browser.texts(".drops .block") == []
+    assert "nothing has been dropped yet" in browser.texts(".flattened .says")[0]
+    browser.click(".map .row:nth-of-type(4)")
+    assert browser.texts(".walk h3") == ["Call 3 of 0 to 3"]
+    assert browser.run("location.hash") == "#run=0&episode=0&call=3&colour=advantage"
+    assert len(browser.texts(".drops del")) == 2  # memory and observation of the call before
+    assert len(browser.texts(".flattened .alien")) == 4  # two turns that the agent no longer has
+    assert len(browser.texts(".flattened .moved")) == 2
+    browser.key("ArrowLeft")
+    assert browser.texts(".walk h3") == ["Call 2 of 0 to 3"]
+    browser.key("ArrowRight")
+    browser.key("ArrowRight")
+    assert browser.texts(".walk h3") == ["Call 3 of 0 to 3"]
+    browser.key("ArrowRight", shift=True)
+    assert browser.run("location.hash").startswith("#run=0&episode=1&call=0")
+    advantage = browser.run("[...document.querySelectorAll('.chip')].map(e => e.className).join()")
+    assert "chip raise" in advantage or "chip lower" in advantage
+    browser.click(".choice button:nth-child(2)")
+    assert browser.texts(".choice [aria-pressed=true]") == ["Teacher divergence"]
+    assert browser.run("document.querySelector('.chip').className") == "chip divergence"
+
+
+def test_the_columns_are_what_was_read(browser):
+    """Every block's text is the decoded ids of its piece, folded or not."""
+    shows(browser, report(), "#episode=0&call=2")
+    data = json.loads(browser.run("document.getElementById('data').textContent"))
+    episode = data["runs"][0]["episodes"][0]
+    word = {int(i): text for i, text in data["runs"][0]["vocabulary"].items()}
+    call = episode["calls"][2]
+    for column, pieces in ((".read > .block", call["read"]), (".drops .block", call["dropped"])):
+        spans = [episode["flat"][p["flat"] : p["flat"] + p["n"]] for p in pieces]
+        assert browser.texts(f"{column} .text") == ["".join(word[i] for i in ids).lstrip("\n") for ids in spans]
+
+
+def test_model_text_stays_text(browser):
+    text_stays_text(browser, report())
+
+
+def text_stays_text(browser: Browser, page: Path) -> None:
+    shows(browser, page, "#episode=1&call=1")
+    seen = words(browser)
+    assert [text for text in HOSTILE if text.strip() and text not in seen] == []
+    assert run_of().name in browser.texts("h1")[0]
+    assert "before <b>system</b>" in browser.texts("#evaluation td small")[0]
+
+
+def unescaped(data):
+    return json.dumps(made._plain(data))
+
+
+def parsed_as_html(name):
+    """The script, were it to set HTML where it sets text."""
+    text = PART(name)
+    line = "node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));"
+    assert name != "dom.js" or line in text
+    bad = "c instanceof Node ? node.append(c) : node.insertAdjacentHTML('beforeend', c ?? '');"
+    return text.replace(line, f"for (const c of children.flat(Infinity)) {bad}")
+
+
+PART = made.part
+
+
+@pytest.mark.parametrize(("name", "mutant"), [("embedded", unescaped), ("part", parsed_as_html)])
+def test_the_check_of_text_can_fail(browser, tmp_path, monkeypatch, name, mutant):
+    monkeypatch.setattr(made, name, mutant)
+    write_report([run_of()], tmp_path / "page.html")
+    with pytest.raises(AssertionError, match="Content Security Policy"):
+        text_stays_text(browser, tmp_path / "page.html")
+
+
+def test_without_any_wall_the_words_would_run(browser, tmp_path, monkeypatch):
+    """They are no harmless words: unescaped and without the page's policy they do what they say."""
+    monkeypatch.setattr(made, "embedded", unescaped)
+    text = made.page(made.page_data(made.read_runs([run_of()])))
+    (tmp_path / "page.html").write_text(text.replace("Content-Security-Policy", "Nothing"))
+    browser.open(tmp_path / "page.html")
+    assert browser.run("window.pwned") is not None
+
+
+def test_curves(browser):
+    shows(browser, report())
+    titles = browser.texts("figure h4")
+    assert {"Reward", "Entropy", "Gradient norm, policy", "… where it acts", "Rows saved by sharing"} <= set(titles)
+    lines = read_metrics(run_of())
+    value = f"document.querySelectorAll('figure .values')[{titles.index('Entropy')}].firstChild.textContent"
+    assert float(browser.run(value)) == pytest.approx(lines[-1]["entropy"], rel=1e-2)
+    browser.run(f"document.querySelectorAll('figure svg')[{titles.index('Reward')}].id = 'here'")
+    x, y = browser.place("#here")
+    browser.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - 95, y=y)  # the first step, in all charts at once
+    assert float(browser.run(value)) == pytest.approx(lines[0]["entropy"], rel=1e-2)
+
+
+def test_evaluations_time_and_checks(browser):
+    shows(browser, report())
+    cells = browser.texts("#evaluation tbody tr:nth-child(2) td")
+    assert cells[0].startswith("after")
+    assert cells[-1].startswith("+")
+    assert browser.texts("#equivalence .good") == ["✓ equal"]
+    assert len(browser.texts("#time .part")) >= 4
+    assert "All 60 settings" in browser.texts("#configuration summary")[0]
+
+
+def test_several_runs(browser):
+    shows(browser, comparison(), "#run=2&episode=0&call=1&colour=divergence")
+    arms = browser.texts(".arm h3")
+    assert len(arms) == 2
+    assert "2 seeds" in browser.texts(".curves .legend button")[0]
+    assert browser.texts(".choice [aria-pressed=true]") == ["Advantage"]  # there is no teacher in this run
+    assert browser.texts("#configuration > .wide td:first-child") == ["teacher.state", "run.seed"]
+    count = "document.querySelectorAll('figure:first-child svg')[0].querySelectorAll('.line').length"
+    assert browser.run(count) == 2
+    browser.click(".curves .legend button")
+    assert browser.run(count) == 1
+
+
+def test_both_themes_and_a_narrow_window_hold_everything(browser):
+    for dark in (False, True):
+        browser.open(report(), "#episode=1&call=3", width=390, height=800, dark=dark)
+        assert browser.run("document.documentElement.scrollWidth") <= 390
+        background = browser.run("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(17, 19, 24)") == dark
+    browser.click(".theme")
+    assert browser.run("getComputedStyle(document.body).backgroundColor") != background
+
+
+def test_the_page_names_no_other_place():
+    text = report().read_text()
+    outside = text.replace("http://www.w3.org/2000/svg", "")
+    head, data = outside.split('<script type="application/json" id="data">')
+    data, script = data.split("</script>", 1)
+    for part in (head, script):
+        assert "http:" not in part
+        assert "https:" not in part
+        assert "innerHTML" not in part
+    assert "<" not in data
+    assert "default-src 'none'; script-src 'sha256-" in head
+    assert len(text.encode()) < 3e6
