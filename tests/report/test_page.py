@@ -58,7 +58,7 @@ def test_the_viewer_shows_the_call_that_the_address_names(browser):
     shows(browser, report(), "#episode=5&call=2")
     episode = sorted(first_episodes(), key=lambda e: e[0])[5][1]
     trace = read_traces(run_of() / "traces" / "step-000001.parquet")[episode.id, 2]
-    assert browser.texts(".walk h3") == ["Call 2 of 0 to 3"]
+    assert browser.texts(".walk h3") == ["Call 2 (0 to 3)"]
     assert browser.texts(".about code")[0] == episode.id
     ids = browser.run("[...document.querySelectorAll('.chip')].map(e => e.dataset.k)")
     assert ids == [str(k) for k in range(len(episode.calls[2].completion))]
@@ -80,20 +80,24 @@ def first_episodes():
 
 def test_clicks_and_keys_walk_the_calls(browser):
     shows(browser, report(), "#episode=0&call=0")
-    assert browser.texts(".column h4") == ["What this call read", "What a flattened history would have said"]
+    assert browser.texts(".column h4") == [
+        "What this call read",
+        "What it wrote",
+        "What a flattened history would have said",
+    ]
     assert browser.texts(".drops .block") == []
     assert "nothing has been dropped yet" in browser.texts(".flattened .says")[0]
     browser.click(".map .row:nth-of-type(4)")
-    assert browser.texts(".walk h3") == ["Call 3 of 0 to 3"]
+    assert browser.texts(".walk h3") == ["Call 3 (0 to 3)"]
     assert browser.run("location.hash") == "#run=0&episode=0&call=3&colour=advantage"
     assert len(browser.texts(".drops del")) == 2  # memory and observation of the call before
     assert len(browser.texts(".flattened .alien")) == 4  # two turns that the agent no longer has
     assert len(browser.texts(".flattened .moved")) == 2
     browser.key("ArrowLeft")
-    assert browser.texts(".walk h3") == ["Call 2 of 0 to 3"]
+    assert browser.texts(".walk h3") == ["Call 2 (0 to 3)"]
     browser.key("ArrowRight")
     browser.key("ArrowRight")
-    assert browser.texts(".walk h3") == ["Call 3 of 0 to 3"]
+    assert browser.texts(".walk h3") == ["Call 3 (0 to 3)"]
     browser.key("ArrowRight", shift=True)
     assert browser.run("location.hash").startswith("#run=0&episode=1&call=0")
     advantage = browser.run("[...document.querySelectorAll('.chip')].map(e => e.className).join()")
@@ -192,6 +196,8 @@ def test_several_runs(browser):
     assert browser.texts("#configuration > .wide td:first-child") == ["teacher.state", "run.seed"]
     count = "document.querySelectorAll('figure:first-child svg')[0].querySelectorAll('.line').length"
     assert browser.run(count) == 2
+    browser.hover("figure svg")
+    assert len(browser.texts("#tip .key")) == 2
     browser.click(".curves .legend button")
     assert browser.run(count) == 1
 

@@ -30,4 +30,5 @@ def report(
     if as_json:
         print(json.dumps(made))
     else:
-        print(f"{made['page']}: {made['runs']} runs, {made['episodes']} episodes, {made['bytes'] / 1e6:.1f} MB")
+        held = f"{made['runs']} run{'s' * (made['runs'] > 1)}, {made['episodes']} episodes to walk through"
+        print(f"{made['page']}: {held}, {made['bytes'] / 1e6:.1f} MB")

@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "How far does the policy move?": (
         Chart("approx_kl", "KL to the sampling policy", "How far the updates of one step moved the policy."),
         Chart("clip_fraction", "Clip fraction", "Tokens whose ratio left PPO's trust region: no gradient from these."),
-        Chart("reference_kl", "KL to the start", "Mean log p now − log p at the start, on sampled tokens."),
+        Chart("reference_kl", "Drift from the start", "Mean log p now − log p at the start: estimates a KL."),
         Chart("entropy", "Entropy", "How undecided the policy is at a token. Near 0: it always says the same."),
         Chart("grad_norm", "Gradient norm, policy", "Before clipping. Sudden peaks: look at the step."),
         Chart("loss_ppo", "PPO loss", "The clipped surrogate. Its size says little, a jump says something."),

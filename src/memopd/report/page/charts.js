@@ -8,6 +8,7 @@ class Curves {
     this.data = data;
     this.smoothing = Math.max(...data.runs.map((r) => r.series.steps.length)) > 60 ? 0.7 : 0;
     this.hidden = new Set();
+    this.at = null; // the step that the pointer is at
     this.charts = data.charts.flatMap((group) => group.charts.map((chart) => new Chart(chart, data, this)));
   }
 
@@ -40,10 +41,11 @@ class Curves {
   }
 
   draw() {
-    for (const chart of this.charts) chart.draw();
+    for (const chart of this.charts) chart.draw(this.at);
   }
 
   read(step) {
+    this.at = step;
     for (const chart of this.charts) chart.read(step);
   }
 }
@@ -57,15 +59,15 @@ class Chart {
     this.values = el("div", { class: "values" });
     this.element = el("figure", { class: "card" },
       el("figcaption", {}, el("h4", {}, title), says && el("p", { class: "says" }, says), this.values), this.picture);
-    this.picture.addEventListener("pointermove", (event) => curves.read(this.step(event)));
-    this.picture.addEventListener("pointerleave", () => curves.read(null));
+    this.picture.addEventListener("pointermove", (event) => this.tell(event));
+    this.picture.addEventListener("pointerleave", () => { curves.read(null); hideTip(); });
   }
 
   shown() {
     return this.lines.filter((line) => !this.curves.hidden.has(line.arm));
   }
 
-  draw() {
+  draw(step) {
     const width = this.width = Math.max(160, this.element.clientWidth - 2);
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const lines = this.shown();
@@ -86,7 +88,7 @@ class Chart {
     for (const { arm, points } of lines) parts.push(...this.line(arm, points));
     this.mark = svg("g", { class: "mark" });
     this.picture.replaceChildren(...parts, this.mark);
-    this.read(null);
+    this.read(step);
   }
 
   line(arm, points) {
@@ -121,24 +123,31 @@ class Chart {
     return this.first + Math.max(0, Math.min(1, share)) * (this.last - this.first);
   }
 
-  // The points nearest to a step; without one, the last of every line.
+  // Of every line the point nearest to a step; without a step its last.
+  points(step) {
+    const near = (a, b) => (Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a);
+    return this.shown().map(({ arm, points }) => ({ arm, ...(step === null ? points.at(-1) : points.reduce(near)) }));
+  }
+
   read(step) {
-    const marks = [], words = [];
-    for (const { arm, points } of this.shown()) {
-      const at = step === null ? points.at(-1)
-        : points.reduce((a, b) => (Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a));
-      const range = step !== null && at.low < at.high ? el("small", {}, ` ${number(at.low)} to ${number(at.high)}`) : null;
-      words.push(el("span", { class: `value c${arm % 8}` }, number(at.mean), range));
-      if (step !== null) {
-        if (!marks.length) {
-          words.push(el("span", { class: "at" }, `step ${at.step}`));
-          marks.push(svg("line", { x1: this.x(at.step), x2: this.x(at.step), y1: TOP, y2: HEIGHT - BOTTOM }));
-        }
-        marks.push(svg("circle", { class: `dot c${arm % 8}`, cx: this.x(at.step), cy: this.y(at.mean), r: 3.2 }));
-      }
+    const found = this.points(step);
+    const values = found.map(({ arm, mean }) => el("span", { class: `value c${arm % 8}` }, number(mean)));
+    const marks = found.map(({ arm, step: at, mean }) => svg("circle", { class: `dot c${arm % 8}`, cx: this.x(at), cy: this.y(mean), r: 3.2 }));
+    if (step !== null && found.length) {
+      const at = found[0].step, x = this.x(at);
+      values.push(el("span", { class: "at" }, `step ${at}`));
+      marks.unshift(svg("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
     }
-    this.mark.replaceChildren(...marks);
-    this.values.replaceChildren(...words);
+    this.mark.replaceChildren(...(step === null ? [] : marks));
+    this.values.replaceChildren(...values);
+  }
+
+  tell(event) {
+    const step = this.step(event);
+    this.curves.read(step);
+    if (this.data.runs.length < 2) return;
+    showTip(event, ...this.points(step).map(({ arm, mean, low, high }) => el("div", { class: `key c${arm % 8}` },
+      `${this.data.arms[arm].label} `, el("b", {}, number(mean, 4)), low < high ? el("small", {}, ` ${number(low)} to ${number(high)}`) : null)));
   }
 }
 

@@ -60,7 +60,7 @@ function origin(piece, of) {
   return `${KINDS[piece.kind] || piece.kind}${from}`;
 }
 
-function readColumn(call, t, reader) {
+function readColumn(call, t, reader, wrote) {
   const blocks = [];
   let dropped = call.dropped.length ? droppedBlock(call, reader) : null;
   for (const piece of call.read) {
@@ -79,7 +79,7 @@ function readColumn(call, t, reader) {
     el("h4", {}, "What this call read"),
     el("p", { class: "says" }, t === 0 ? `${count(call.prompt, "token")}: the task, and nothing else yet.`
       : `${count(call.prompt, "token")}. ${call.dropped.length ? `${count(total(call.dropped), "token")} of the call before ${total(call.dropped) === 1 ? "is" : "are"} gone: the agent must live with what it wrote down.` : "Nothing of the call before is gone."}`),
-    blocks);
+    blocks, wrote);
 }
 
 function droppedBlock(call, reader) {

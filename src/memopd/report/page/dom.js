@@ -29,9 +29,9 @@ function known(x) {
 function number(x, digits = 3) {
   if (!known(x)) return "–";
   if (x === 0) return "0";
-  const size = Math.abs(x);
-  if (size >= 1e6 || size < 1e-3) return x.toExponential(Math.max(0, digits - 2)).replace(/\.0+e/, "e").replace("e+", "e");
-  if (size >= 1000) return Math.round(x).toLocaleString("en");
+  if (x < 0) return `−${number(-x, digits)}`;
+  if (x >= 1e6 || x < 1e-3) return x.toExponential(Math.max(0, digits - 2)).replace(/\.0+e/, "e").replace("e+", "e");
+  if (x >= 1000) return Math.round(x).toLocaleString("en");
   return String(Number(x.toPrecision(digits)));
 }
 

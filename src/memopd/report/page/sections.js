@@ -33,7 +33,7 @@ function overview(data) {
       el("h3", { class: `key c${i % 8}` }, arm.label),
       el("p", { class: "says" }, kindOf(runs[0].config)),
       el("dl", {},
-        fact("steps", runs.map((run) => run.steps).filter((s, n, all) => all.indexOf(s) === n).join(", ")
+        fact("steps", runs.map((run) => run.steps).filter((s, n, all) => all.indexOf(s) === n).join(" and ")
           + (runs.length > 1 ? `, ${runs.length} seeds` : "")),
         fact("time", runs.length > 1 ? `${seconds(time)} a seed` : seconds(time)),
         known(saved) ? fact("rows saved", `${Math.round(100 * saved)} %`) : null,
@@ -76,7 +76,7 @@ function evaluation(data) {
     const head = ["system", "EM ↑", "F1 ↑", "answered", "calls", "peak ↓", "dependency ↓", "time ↓ s"];
     const rows = lines.map((line) => {
       const m = line.metrics;
-      const name = [many ? `${line.run} · ${line.name}` : line.name, el("small", { class: "block" }, line.system)];
+      const name = [many ? `${line.run} · ${line.name}` : line.name, el("small", { class: "below" }, line.system)];
       const cells = [el("span", {}, name), interval(m.em), interval(m.f1), m.valid ? `${Math.round(100 * m.valid[0])} %` : "–",
         m.calls ? number(m.calls[0]) : "–", interval(m.peak, 4), m.dependency ? number(m.dependency[0]) : "–",
         m.seconds ? number(m.seconds[0]) : "–"];
@@ -113,7 +113,7 @@ function time(data) {
     el("div", { class: "track" }, stages.map((stage, i) => {
       const s = run.seconds[stage] || 0;
       return s > 0 ? el("div", {
-        class: `part s${i % 8}`, "--share": `${100 * s / most}%`,
+        class: `part s${i % 8} ${s > most / 12 ? "named" : ""}`, "--share": `${100 * s / most}%`,
         pointermove: (event) => showTip(event, el("b", {}, stage), el("div", {}, `${seconds(s)}, ${Math.round(100 * s / total(run))} %`), el("div", { class: "says" }, STAGES[stage] || "")),
         pointerleave: hideTip,
       }, s > most / 12 ? stage : "") : null;

@@ -64,9 +64,9 @@ class Viewer {
     const teacher = this.run.config.teacher || {};
     this.element.replaceChildren(
       this.picker(), this.about(), this.map(), this.walk(),
-      el("div", { class: "columns" }, readColumn(call, state.call, this.reader),
+      el("div", { class: "columns" }, readColumn(call, state.call, this.reader, this.wrote()),
         flattenedColumn(call, state.call, this.reader, teacher.weight === 0 ? "none" : teacher.state)),
-      this.wrote());
+      this.strip());
   }
 
   has(colour) {
@@ -122,7 +122,7 @@ class Viewer {
     const { state, episode } = this;
     const button = (text, by, title) => el("button", { type: "button", title, disabled: state.call + by < 0 || state.call + by >= episode.calls.length,
       click: () => this.go({ call: state.call + by }) }, text);
-    return el("div", { class: "bar walk" }, button("‹", -1, "call before (←)"), el("h3", {}, `Call ${state.call}`, el("small", {}, ` of 0 to ${episode.calls.length - 1}`)),
+    return el("div", { class: "bar walk" }, button("‹", -1, "call before (←)"), el("h3", {}, `Call ${state.call}`, el("small", {}, ` (0 to ${episode.calls.length - 1})`)),
       button("›", 1, "next call (→)"), el("span", { class: "hint" }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " calls, with ", el("kbd", {}, "⇧"), " episodes"));
   }
 
@@ -139,7 +139,7 @@ class Viewer {
       el("div", { class: "bar" }, el("h4", {}, "What it wrote"), choice("Colour of tokens", options, state.colour, (colour) => this.go({ colour }))),
       el("p", { class: "says" }, COLOURS[state.colour].says, " ", stats.map(([name, v]) => `${name} ${number(v)}`).join(", "),
         call.stop === "length" ? " · cut off at the token limit" : "", call.trainable ? "" : " · not trained on"),
-      this.ramp(), el("div", { class: "chips", tabindex: "-1" }, this.reader.sampled(call).map((id, k) => this.chip(id, k))), this.strip());
+      this.ramp(), el("div", { class: "chips", tabindex: "-1" }, this.reader.sampled(call).map((id, k) => this.chip(id, k))));
   }
 
   chip(id, k) {
