@@ -50,6 +50,14 @@ def test_world_writes_everything(world):
     assert not (world / "oracle" / "test").exists()
 
 
+def test_a_world_to_be_trained_in_needs_no_demonstrations(world, tmp_path):
+    memopd("world", tmp_path / "bare", "--passages", 400, "--episodes", 0)
+    assert sorted(p.name for p in (tmp_path / "bare").iterdir()) == ["corpus.jsonl", "index", "tasks", "tokenizer"]
+    file = "tasks/dev-q2.parquet"
+    assert read_tasks(tmp_path / "bare" / file) == read_tasks(world / file)
+    assert "--episodes" in memopd("world", tmp_path / "none", "--episodes", -1, status=2)
+
+
 def test_world_is_deterministic_and_refuses_to_overwrite(world, tmp_path):
     memopd("world", tmp_path / "again", "--passages", 400, "--episodes", 6)
     for name in ("corpus.jsonl", "tokenizer/tokenizer.json"):

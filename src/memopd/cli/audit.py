@@ -34,6 +34,7 @@ def audit(
     dtype: Annotated[Precision, typer.Option()] = Precision.float32,
     attention: Annotated[Attention, typer.Option()] = Attention.auto,
     demo: Annotated[bool, typer.Option("--demo", help="Make episodes with a tiny random model.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write JSON there.")] = None,
     as_json: Json = False,
 ) -> None:
     """How wrong is flattened training on these episodes, and is packing exact? Exit status 1 when it is not."""
@@ -62,6 +63,11 @@ def audit(
         check_same_tokenizer(os.path.expanduser(model), os.path.expanduser(teacher))
     guide = load_model(teacher, dtype) if teacher else None
     report = run_audit(policy, recorded, attention, guide, name, track)
+    if output is not None:
+        from memopd.files import whole
+
+        with whole(output) as partial:
+            partial.write_text(json.dumps(plain(report.as_dict()), indent=1) + "\n")
     if as_json:
         print(json.dumps(plain(report.as_dict())))
     else:

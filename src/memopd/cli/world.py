@@ -20,7 +20,9 @@ def world(
     distractors: Annotated[float | None, typer.Option(help="Share of passages with confusable names.")] = None,
     hops: Annotated[str | None, typer.Option(help="Shares of one-hop, bridge and comparison questions: 4,4,2.")] = None,
     wordings: Annotated[int | None, typer.Option(help="How many ways to say a thing are used.")] = None,
-    episodes: Annotated[int, typer.Option(help="Oracle episodes of each horizon and memory rule, at most.")] = 4000,
+    episodes: Annotated[
+        int, typer.Option(min=0, help="Oracle episodes of each horizon and memory rule, at most.")
+    ] = 4000,
 ) -> None:
     """An invented encyclopedia with its index, tokenizer and tasks, and an oracle's episodes to imitate."""
     from memopd.record.demonstrations import write_world

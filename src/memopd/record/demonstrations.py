@@ -47,18 +47,16 @@ def write_world(
         build_index(partial / "corpus.jsonl", partial / "index", track=progress)
         tokenizer = train_tokenizer(progress("tokenizer", list(texts_of(world))))
         tokenizer.save_pretrained(partial / "tokenizer")
+        asked = {(split, k): tasks(world, k, split) for split in SPLITS for k in HORIZONS}
+        for (split, k), some in progress("tasks", list(asked.items())):
+            write_tasks(partial / "tasks" / f"{split}-q{k}.parquet", some, user_message)
         index = open_index(partial / "index")
-        for split in SPLITS:
-            for k in HORIZONS:
-                asked = tasks(world, k, split)
-                write_tasks(partial / "tasks" / f"{split}-q{k}.parquet", asked, user_message)
-                if split == "test":
-                    continue  # nobody imitates the test
-                shown = asked[: episodes if split == "train" else min(episodes, DEV_EPISODES)]
-                for rule in RULES:
-                    made = demonstrate(shown, index, tokenizer, rule, seed)
-                    path = partial / "oracle" / split / rule / f"q{k}.parquet"
-                    write_episodes(path, progress(f"oracle {split} q{k} {rule}", _Counted(made, len(shown))))
+        imitated = [(split, k, rule) for split, k in asked if split != "test" and episodes for rule in RULES]
+        for split, k, rule in imitated:  # nobody imitates the test
+            some = asked[split, k][: episodes if split == "train" else min(episodes, DEV_EPISODES)]
+            made = _Counted(demonstrate(some, index, tokenizer, rule, seed), len(some))
+            path = partial / "oracle" / split / rule / f"q{k}.parquet"
+            write_episodes(path, progress(f"oracle {split} q{k} {rule}", made))
     return world
 
 

@@ -1,0 +1,46 @@
+"""What `make quickstart` found, in a few lines: python examples/quickstart_found.py runs/quickstart"""
+
+import json
+import sys
+from pathlib import Path
+
+from memopd.evaluate import Measures, compare
+
+here = Path(sys.argv[1])
+run = here / "memopd"
+
+audit = json.loads((here / "audit.json").read_text())
+equal = audit["equivalence"]
+rows = {row["representation"]: row for row in audit["representations"]}
+print(f"{audit['episodes']} episodes, {audit['calls']} model calls, {equal['decisions']:,} sampled tokens. Scored again,")
+for name, representation in (("flattened", "persistent history"), ("packed", "reconstructed packing")):
+    row = rows[representation]
+    print(
+        f"  {name:<10} p99 |Δlog p| {row['p99_logprob']:.2g}; {100 * row['false_clip']:.2f} % of the tokens clipped by PPO "
+        f"though the policy has not changed"
+    )
+print(
+    f"  packing is {'' if equal['passed'] else 'NOT '}equivalent to the calls run alone, "
+    f"with {equal['tokens'] / equal['rows']:.2f} times fewer rows"
+)
+
+steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+third = max(1, len(steps) // 3)
+begin, end = (sum(s["loss_opd"] for s in part) / third for part in (steps[:third], steps[-third:]))
+print(
+    f"{len(steps)} updates of {steps[0]['episodes']:.0f} episodes: divergence from the teacher {begin:.3f} in the first "
+    f"{third}, {end:.3f} in the last {third}"
+)
+
+before, after = (json.loads((run / "evaluation" / f"{name}.json").read_text()) for name in ("before", "after"))
+a, b = ([Measures(**m) for m in which["tasks"][0][0]] for which in (after, before))
+print(f"{len(a)} dev tasks of two questions, sampled before and after:")
+for metric in ("em", "f1"):
+    was, now = (which["results"][0]["metrics"][metric]["mean"] for which in (before, after))
+    found = compare(a, b, metric)
+    verdict = "beyond chance" if found.low > 0 or found.high < 0 else "could be chance"
+    print(
+        f"  {metric.upper()}  {was:.3f} → {now:.3f} of 2: {found.difference:+.3f}, 95 % interval "
+        f"{found.low:+.3f} to {found.high:+.3f}: {verdict}"
+    )
+print(f"Curves, tables and every token of the training's episodes: {run / 'report.html'}, in any browser")
