@@ -1,6 +1,8 @@
 """What a run keeps of an update is what the update used."""
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -119,3 +121,21 @@ def test_resume_cuts_traces_back_and_writes_the_same(tmp_path):
     kept = [{f.name: f.read_bytes() for f in sorted((r / "traces").iterdir())} for r in (whole, run)]
     assert list(kept[0]) == [f"step-{n:06d}.parquet" for n in range(3)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_what_one_does(tmp_path):
+    """Each rank knows the divergences of its own packs."""
+    settings = ["--optimise.tasks", "4", "--optimise.mini_batch", "2", "--optimise.budget", "300"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    kept = []
+    for ranks in ("1", "2"):
+        command = [*launch, ranks, "-m", "memopd.cli", "train", str(workshop() / "config.toml"), *settings]
+        done = subprocess.run([*command, "--output", str(tmp_path / ranks)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        kept.append(read_traces(tmp_path / ranks / "traces" / "step-000000.parquet"))
+    assert kept[0].keys() == kept[1].keys()
+    for key, trace in kept[0].items():
+        for name in ("logp_old", "advantage", "value", "divergence"):
+            np.testing.assert_allclose(getattr(kept[1][key], name), getattr(trace, name), rtol=1e-3, atol=1e-5)
+        assert trace.divergence.min() > 0

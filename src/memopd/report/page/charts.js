@@ -81,7 +81,7 @@ class Chart {
       parts.push(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }),
         svg("text", { class: "tick", x: LEFT - 6, y: y + 3.5, "text-anchor": "end" }, number(tick)));
     }
-    for (const [step, anchor] of [[this.first, "start"], [this.last, "end"]])
+    for (const [step, anchor] of [[this.first, "start"], [this.last, "end"]].filter(([step]) => steps.includes(step)))
       parts.push(svg("text", { class: "tick", x: this.x(step), y: HEIGHT - 4, "text-anchor": anchor },
         anchor === "start" ? `step ${step}` : step));
     if (this.scale.log) parts.push(svg("text", { class: "tick", x: width - RIGHT, y: TOP + 4, "text-anchor": "end" }, "log"));

@@ -107,6 +107,6 @@ function flattenedColumn(call, t, reader, state) {
     `What was sampled at position ${call.prompt} would be scored at ${call.begin}, in a state that never was.`];
   return el("div", { class: "column flattened" },
     el("h4", {}, "What a flattened history would have said"),
-    el("p", { class: "says" }, words), state === "persistent" ? el("p", { class: "says warn" }, "In this run the teacher read this column. Its divergence below is of these states.") : null,
+    el("p", { class: "says" }, words), state === "persistent" ? el("p", { class: "says warn" }, "In this run the teacher read this column: its divergences are of these states.") : null,
     blocks);
 }

@@ -2,7 +2,7 @@
 
 const TEACHER = {
   aligned: "MemOPD: PPO, and the teacher reads exactly what the student read",
-  persistent: "the control: PPO, and the teacher reads a flattened history",
+  persistent: "The control: PPO, and the teacher reads a flattened history",
   none: "PPO, no teacher",
 };
 const NAMES = {
@@ -15,11 +15,14 @@ const STAGES = {
   advantages: "rewards become advantages", update: "gradients and optimiser steps", dev: "questions never trained on",
 };
 
-function kindOf(config) {
-  const { teacher, model, sft } = config;
-  if (sft && sft.start && !(model && model.student)) return "supervised training on recorded interactions";
-  const state = teacher && teacher.weight === 0 ? "none" : teacher && teacher.state;
-  return TEACHER[state] || "";
+function kindOf(run) {
+  const { loss, loss_ppo } = run.series.values;
+  return loss && !loss_ppo ? "Supervised training on recorded interactions" : TEACHER[teacherState(run)] || "";
+}
+
+function teacherState(run) {
+  const teacher = run.config.teacher || {};
+  return teacher.weight === 0 ? "none" : teacher.state;
 }
 
 function overview(data) {
@@ -31,7 +34,7 @@ function overview(data) {
     const saved = mean(runs.flatMap((run) => run.series.values.rows_saved || []));
     return el("article", { class: "card arm" },
       el("h3", { class: `key c${i % 8}` }, arm.label),
-      el("p", { class: "says" }, kindOf(runs[0].config)),
+      el("p", { class: "says" }, kindOf(runs[0])),
       el("dl", {},
         fact("steps", runs.map((run) => run.steps).filter((s, n, all) => all.indexOf(s) === n).join(" and ")
           + (runs.length > 1 ? `, ${runs.length} seeds` : "")),

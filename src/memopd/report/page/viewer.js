@@ -1,7 +1,7 @@
 // The episodes: pick one, walk its calls, see every sampled token with what the update used.
 
 const COLOURS = {
-  advantage: { title: "Advantage", says: "Blue tokens were made more likely by this update, orange ones less; the deeper, the more." },
+  advantage: { title: "Advantage", says: "PPO pushes blue tokens up and orange ones down: the deeper, the harder." },
   divergence: { title: "Teacher divergence", says: "KL(policy ‖ teacher) at this token: the deeper, the more the teacher would have said something else." },
   logp: { title: "log p", says: "How surprising the token was to the policy that sampled it: the deeper, the less likely." },
 };
@@ -61,11 +61,10 @@ class Viewer {
     const { call, state } = this;
     if (!this.has(state.colour)) state.colour = Object.keys(COLOURS).find((name) => this.has(name)) || "advantage";
     this.scale = this.scaleOf(state.colour);
-    const teacher = this.run.config.teacher || {};
     this.element.replaceChildren(
       this.picker(), this.about(), this.map(), this.walk(),
       el("div", { class: "columns" }, readColumn(call, state.call, this.reader, this.wrote()),
-        flattenedColumn(call, state.call, this.reader, teacher.weight === 0 ? "none" : teacher.state)),
+        flattenedColumn(call, state.call, this.reader, teacherState(this.run))),
       this.strip());
   }
 
