@@ -12,12 +12,14 @@ run = here / "memopd"
 audit = json.loads((here / "audit.json").read_text())
 equal = audit["equivalence"]
 rows = {row["representation"]: row for row in audit["representations"]}
-print(f"{audit['episodes']} episodes, {audit['calls']} model calls, {equal['decisions']:,} sampled tokens. Scored again,")
+print(
+    f"{audit['episodes']} episodes, {audit['calls']} model calls, {equal['decisions']:,} sampled tokens, scored again:"
+)
 for name, representation in (("flattened", "persistent history"), ("packed", "reconstructed packing")):
     row = rows[representation]
     print(
-        f"  {name:<10} p99 |Δlog p| {row['p99_logprob']:.2g}; {100 * row['false_clip']:.2f} % of the tokens clipped by PPO "
-        f"though the policy has not changed"
+        f"  {name:<9} p99 |Δlog p| {row['p99_logprob']:.2g}; PPO would clip {100 * row['false_clip']:.2f} % of them "
+        "though the policy has not changed"
     )
 print(
     f"  packing is {'' if equal['passed'] else 'NOT '}equivalent to the calls run alone, "
@@ -28,8 +30,8 @@ steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitl
 third = max(1, len(steps) // 3)
 begin, end = (sum(s["loss_opd"] for s in part) / third for part in (steps[:third], steps[-third:]))
 print(
-    f"{len(steps)} updates of {steps[0]['episodes']:.0f} episodes: divergence from the teacher {begin:.3f} in the first "
-    f"{third}, {end:.3f} in the last {third}"
+    f"{len(steps)} updates of {steps[0]['episodes']:.0f} episodes: divergence from the teacher {begin:.3f} over the "
+    f"first {third}, {end:.3f} over the last {third}"
 )
 
 before, after = (json.loads((run / "evaluation" / f"{name}.json").read_text()) for name in ("before", "after"))

@@ -15,7 +15,7 @@ SHIPPED = sorted(Path(__file__).parent.parent.joinpath("configs").glob("*.toml")
 
 
 def test_there_are_shipped_ones():
-    assert {p.name for p in SHIPPED} == {"world.toml", "world-gpu.toml", "paper-3b.toml"}
+    assert {p.name for p in SHIPPED} == {"quickstart.toml", "world.toml", "world-gpu.toml", "paper-3b.toml"}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)

@@ -1,0 +1,119 @@
+"""Tables of the documents, made from the result files: `python docs/refresh.py` writes them anew.
+
+A block in a document names the function that makes it:
+
+    <!-- made by docs/refresh.py: actor -->
+    ...
+    <!-- end -->
+
+tests/test_documents.py fails when a document would change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from memopd.evaluate.summary import Estimate
+from memopd.evaluate.tables import shown
+from memopd.experiments.page import markdown_table
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+BLOCK = re.compile(r"(<!-- made by docs/refresh\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def quality() -> str:
+    """Table 1 and the control, under the memory rule that the models were trained with."""
+    found = {(r["system"], r["k"]): r for name in ("control", "main") for r in read(name)["results"]}
+    horizons = sorted({k for _, k in found})
+    columns = [(k, metric) for k in horizons for metric in ("em", "f1")]
+    rows = [
+        [name, *(estimate(found[system, k]["metrics"][m]) if (system, k) in found else "–" for k, m in columns)]
+        for system, name in (
+            ("teacher, mem1", "teacher, 10 M"),
+            ("SFT", "SFT: the student, 3 M"),
+            ("PPO", "+ PPO"),
+            ("persistent OPD", "+ PPO + teacher in flattened states"),
+            ("MemOPD", "**+ PPO + teacher in exact states (MemOPD)**"),
+        )
+    ]
+    trained = found["MemOPD", 2]
+    asked = ", ".join(f"{found['MemOPD', k]['tasks']} tasks of {k} questions" for k in horizons)
+    where = f"`memopd experiment main control`, {read('main')['date']}, {read('main')['machines'][0]['device']}"
+    return "\n\n".join(
+        [
+            markdown_table(["", *(f"Q{k} {m.upper()}" for k, m in columns)], rows),
+            f"Sums over the questions of a task; test split, {asked}; ± standard deviation over {trained['seeds']} "
+            f"seeds, or standard error over tasks where there is one run. {where}.",
+        ]
+    )
+
+
+def claims() -> str:
+    """The plan's comparisons, in F1: difference, 95 % over tasks, seeds that agree."""
+    lines = {
+        (c["a"], c["b"], c["k"]): c
+        for name in ("control", "main")
+        for c in read(name)["comparisons"]
+        if c["metric"] == "f1"
+    }
+    horizons = sorted({k for *_, k in lines})
+
+    def cell(a: str, b: str, k: int) -> str:
+        if (c := lines.get((a, b, k))) is None:
+            return "–"
+        interval = f"{c['over_tasks']['low']:+.3f} to {c['over_tasks']['high']:+.3f}"
+        return f"{c['difference']:+.3f} ({interval}), {c['over_seeds']['ahead']} of {len(c['seeds'])}"
+
+    pairs = [("MemOPD", "persistent OPD"), ("MemOPD", "PPO"), ("MemOPD", "SFT")]
+    rows = [[f"{a} − {b}", *(cell(a, b, k) for k in horizons)] for a, b in pairs]
+    return markdown_table(["F1: difference (95 % over tasks), seeds ahead", *(f"Q{k}" for k in horizons)], rows)
+
+
+def actor() -> str:
+    """Speed of one update's forward and backward passes."""
+    rows = []
+    for line in (RESULTS / "actor-h200.jsonl").read_text().splitlines():
+        result = json.loads(line)
+        if result["batch"] != 1:
+            continue
+        arms = {a["name"]: a for a in result["arms"]}
+        alone, packed = arms["independent, varlen flash"], arms["packed, cascade"]
+        others = [arms[f"packed, {kernel}"]["speedup"] for kernel in ("dense mask", "flex")]
+        rows.append(
+            [f"{result['shape'].upper()}: {result['calls']} calls", f"{1e3 * alone['seconds']:.0f} ms",
+             *(f"{speed:.2f}×" for speed in others), f"**{packed['speedup']:.2f}×**", f"{packed['limit']:.2f}×",
+             f"{packed['memory']:.2f}"]
+        )  # fmt: skip
+    columns = ["", "calls alone", "packed, dense mask", "packed, flex", "packed, cascade", "rows allow", "activations"]
+    return markdown_table(columns, rows)
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def estimate(values: dict[str, Any]) -> str:
+    return shown(Estimate(**values))
+
+
+def refreshed(text: str) -> str:
+    def made(block: re.Match[str]) -> str:
+        opening, name, end = block.groups()
+        return f"{opening}{BLOCKS[name]()}\n{end}"
+
+    return BLOCK.sub(made, text)
+
+
+BLOCKS = {f.__name__: f for f in (quality, claims, actor)}
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        before = document.read_text()
+        if (after := refreshed(before)) != before:
+            document.write_text(after)
+            print(document.relative_to(ROOT))
