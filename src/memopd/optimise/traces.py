@@ -6,7 +6,7 @@ in RUN/episodes/, under the same name. About 20 bytes a sampled token, before co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,15 @@ def make_traces(
     critic: bool,
 ) -> list[Trace]:
     """Of the first of the episodes that were trained on. A collective: each rank knows its own packs' divergences."""
-    found: dict[tuple[str, int], Trace] = {}
+    wanted, found = {e.id for e in episodes[:EPISODES]}, {}
     for batch, known, guide in zip(batches, terms, guides, strict=True):
         taught = guide is not None and bool(guide.mask.any())
         divergence = None
         if guide is not None and guide.divergence is not None and taught:
             divergence = ranks.total(guide.divergence.clone()).cpu()
         for at, episode, t in _calls(batch):
+            if episode.id not in wanted:
+                continue
             found[episode.id, t] = Trace(
                 episode.id,
                 t,
@@ -77,18 +79,17 @@ def make_traces(
                 None if divergence is None else _numbers(divergence[at]),
                 guide.mask[at].numpy() if guide is not None and taught else None,
             )
-    return [found[e.id, t] for e in episodes[:EPISODES] for t in range(len(e.calls)) if (e.id, t) in found]
+    return [found[e.id, t] for e in episodes[:EPISODES] for t, call in enumerate(e.calls) if call.trainable]
 
 
-def _calls(batch: MiniBatch) -> list[tuple[slice, Episode, int]]:
+def _calls(batch: MiniBatch) -> Iterator[tuple[slice, Episode, int]]:
     """Where the decisions of every trainable call are, its episode, its number there."""
-    found, at = [], 0
+    at = 0
     for episode in batch.episodes:
         for t, call in enumerate(episode.calls):
             if call.trainable:
-                found.append((slice(at, at + len(call.completion)), episode, t))
+                yield slice(at, at + len(call.completion)), episode, t
                 at += len(call.completion)
-    return found
 
 
 def _numbers(values: torch.Tensor) -> NDArray[np.float32]:
