@@ -25,10 +25,10 @@ def test_by_hand():
     assert found.ahead == 3
 
 
-def test_no_difference_and_one_seed():
-    assert paired_test([0.0, 0.0]).p == 1.0
-    assert paired_test([1.0, -1.0]).p_signs == 1.0
-    one = paired_test([0.5])
-    assert (one.p, one.low, one.p_signs) == (None, None, 1.0)
+def test_no_spread_no_test():
+    for same in ([0.0, 0.0], [-0.1, -0.1, -0.1], [0.5]):
+        found = paired_test(same)
+        assert (found.p, found.low, found.high) == (None, None, None)
+    assert paired_test([1.0, -1.0]).p == paired_test([1.0, -1.0]).p_signs == 1.0
     with pytest.raises(ValueError, match="no pairs"):
         paired_test([])

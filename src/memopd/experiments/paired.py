@@ -19,9 +19,9 @@ class Paired:
 
     differences: tuple[float, ...]
     mean: float
-    low: float | None  # 95 % interval of the mean, by Student's t; None for one seed
+    low: float | None  # 95 % interval of the mean, by Student's t; None where the differences have no spread
     high: float | None
-    p: float | None  # two-sided, Student's paired test
+    p: float | None  # two-sided, Student's paired test; None likewise
     p_signs: float  # two-sided, exact: all 2ⁿ ways to swap the names of a pair
     ahead: int  # seeds in which a leads
 
@@ -36,11 +36,10 @@ def paired_test(differences: Sequence[float]) -> Paired:
         raise ValueError("there are no pairs to compare")
     n, mean = len(d), float(d.mean())
     low = high = p = None
-    if n > 1:
-        error = float(d.std(ddof=1)) / math.sqrt(n)
+    error = float(d.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    if error > 1e-12 * abs(mean):  # equal differences, up to rounding, say nothing of how they would scatter
         half = student_quantile(0.975, n - 1) * error
-        low, high = mean - half, mean + half
-        p = 1.0 if mean == 0 else 2 * student_tail(abs(mean) / error, n - 1) if error else 0.0
+        low, high, p = mean - half, mean + half, 2 * student_tail(abs(mean) / error, n - 1)
     return Paired(tuple(d.tolist()), mean, low, high, p, _sign_flips(d), int((d > 0).sum()))
 
 

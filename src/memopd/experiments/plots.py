@@ -58,6 +58,7 @@ def bars(axes: Any, made: dict[str, Any], k: int, metric: str) -> None:
         if len(dots) > 1:
             axes.scatter(x + np.linspace(-0.15, 0.15, len(dots)), dots, s=10, color="black", zorder=2)
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
+    axes.set_ylim(bottom=0)
 
 
 def curve(axes: Any, arm: str, seeds: list[list[list[float]]]) -> None:

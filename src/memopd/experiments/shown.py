@@ -42,7 +42,7 @@ def show(name: str, shown: Shown, work: Work, failed: dict[str, str], output: Pa
     dependency = name == "single"
     body = [results_table(found, shown, dependency), _caption(found.results, work.split)]
     if comparisons:
-        body += ["## Against each other", comparison_table(comparisons), COMPARISON_CAPTION]
+        body += ["## Against each other", comparison_table(comparisons), comparison_caption(comparisons)]
     write_markdown(paths[1], shown.title, made, [f"![]({name}.png)", *body], shown.paper, shown.differs)
     (plots.control if name == "control" else plots.systems)(made, shown, paths[2])
     return paths
@@ -77,11 +77,14 @@ def comparison_table(lines: Sequence[dict[str, Any]]) -> str:
     return markdown_table(heads, rows)
 
 
-COMPARISON_CAPTION = (
-    "Seeds are paired: same initialisation, same order of the data, same sampling seeds in evaluation. Over seeds: "
-    "Student's paired test and the exact test of signs, which with five seeds cannot say less than 0.0625. Over tasks: "
-    "paired bootstrap, each task's score averaged over the seeds. All tests are two-sided."
-)
+def comparison_caption(lines: Sequence[dict[str, Any]]) -> str:
+    seeds = max(len(c["seeds"]) for c in lines)
+    return (
+        "Seeds are paired: same initialisation, same order of the data, same sampling seeds in evaluation. Over seeds: "
+        f"Student's paired test and the exact test of signs, which with {seeds} seeds cannot say less than "
+        f"{2 / 2**seeds:.4g}. Against a system that has one run they leave out how that run would scatter. Over tasks: "
+        "paired bootstrap, each task's score averaged over the seeds. All tests are two-sided."
+    )
 
 
 def _caption(results: Sequence[Result], split: str) -> str:
