@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -59,6 +60,15 @@ class Command:
 
 def memopd(*arguments: object, **options: object) -> Ended:
     return Command(*arguments, **options).end()
+
+
+def on_ranks(ranks: int, *arguments: object, **options: object) -> list[Ended]:
+    """What torchrun does, less its own start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    places = [place | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)] if ranks > 1 else [{}]
+    return [c.end() for c in [Command(*arguments, environment=e, **options) for e in places]]
 
 
 def _main(arguments: tuple[str, ...], environment: dict[str, str], before: object, folder: str) -> None:

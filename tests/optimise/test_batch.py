@@ -89,6 +89,9 @@ def test_mini_batches_are_drawn_before_packing_and_the_same_for_every_layout():
     ]
     assert all(d == drawn[0] for d in drawn)
     assert sorted(id for ids in drawn[0] for id in ids) == [e.id for e in EPISODES]
+    assert [len(d) for d in draw(130, 128, 0, 0)] == [65, 65]  # not 128 and 2
+    assert [len(d) for d in draw(128, 64, 0, 0)] == [64, 64]
+    assert [len(d) for d in draw(3, 64, 0, 0)] == [3]
     assert draw(100, 10, seed=7, step=3) != draw(100, 10, seed=7, step=4) != draw(100, 10, seed=8, step=4)
 
 

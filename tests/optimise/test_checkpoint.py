@@ -1,12 +1,11 @@
 """Checkpoints: whole or not at all, for any number of ranks, and a model that transformers loads."""
 
 import shutil
-import socket
 from contextlib import suppress
 
 import pytest
 import torch
-from command import Command
+from command import on_ranks
 from tiny import workshop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,13 +16,8 @@ NAMES = ("student", "student-optimiser", "critic", "critic-optimiser")
 
 
 def run(output, ranks: int, *more: str) -> None:
-    """With two ranks: what torchrun does, less its own start."""
     arguments = ("train", workshop() / "config.toml", "--output", output, "--optimise.steps", "2", *more)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    places = [place | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)] if ranks > 1 else [{}]
-    for ended in [c.end() for c in [Command(*arguments, environment=e) for e in places]]:
+    for ended in on_ranks(ranks, *arguments):
         assert ended.code == 0, ended.err
 
 

@@ -13,6 +13,8 @@ from memopd.optimise.losses import (
     policy_loss,
     value_loss,
 )
+from memopd.score.head import Head
+from memopd.score.vocabulary import reference_scores
 
 LOG = math.log
 
@@ -56,6 +58,24 @@ def test_distillation_is_over_its_own_mask():
     loss.backward()
     assert loss.item() == 2.5
     assert divergence.grad.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_divergence_entropy_and_log_p_from_logits():
+    # p = (1/2, 1/2), p_T = (1/4, 3/4): KL = ½ log 2 + ½ log ⅔ = ½ log 4/3.
+    z = tensor(0.0, 0.0, requires_grad=True)
+    teacher = Head(torch.eye(2), None)
+    logp, entropy, kl = reference_scores(
+        Head(torch.eye(2), None), z[None], tensor(1), 1.0, teacher, tensor(0.0, LOG(3))[None]
+    )
+    assert (logp.item(), entropy.item()) == (pytest.approx(-LOG(2)), pytest.approx(LOG(2)))
+    assert kl.item() == pytest.approx(0.5 * LOG(4 / 3))
+    # d KL / dz = p (log p − log p_T − KL): ½ (log 2 − ½ log 4/3) = ¼ log 3, and the same with a minus.
+    kl.backward()
+    assert z.grad.tolist() == pytest.approx([0.25 * LOG(3), -0.25 * LOG(3)])
+    # At temperature 2 the teacher's odds are √3: p_T = (1, √3) / (1 + √3).
+    *_, warm = reference_scores(Head(torch.eye(2), None), z[None], tensor(1), 2.0, teacher, tensor(0.0, LOG(3))[None])
+    a, b = 1 / (1 + math.sqrt(3)), math.sqrt(3) / (1 + math.sqrt(3))
+    assert warm.item() == pytest.approx(0.5 * LOG(0.5 / a) + 0.5 * LOG(0.5 / b))
 
 
 def test_an_empty_teacher_mask_gives_zero_and_no_gradient_even_of_what_is_not_a_number():

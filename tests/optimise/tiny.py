@@ -78,7 +78,7 @@ def workshop() -> Path:
 
 
 def make_workshop(folder: Path) -> Path:
-    """student/, teacher/, episodes/, config.toml; and reversed/: the same episodes, each step's last first."""
+    """student/, teacher/, config.toml, episodes/; reversed/ and shuffled/: each step's episodes in another order."""
     save_model(folder / "student", 0)
     save_model(folder / "teacher", 1)
     episodes = recorded()
@@ -86,5 +86,7 @@ def make_workshop(folder: Path) -> Path:
     each = len(episodes) // STEPS
     steps = [episodes[at : at + each] for at in range(0, len(episodes), each)]
     write_episodes(folder / "reversed", [e for step in steps for e in step[::-1]])
+    order = np.random.default_rng(0).permutation(each)
+    write_episodes(folder / "shuffled", [step[i] for step in steps for i in order])
     (folder / "config.toml").write_text(CONFIG.format(folder=folder))
     return folder

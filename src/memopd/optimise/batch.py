@@ -177,10 +177,11 @@ def compile_batches(episodes: list[Episode], config: OptimiseConfig, seed: int, 
 def draw(count: int, mini_batch: int, seed: int, step: int) -> list[list[int]]:
     """Episodes 0..count-1 in a random order, cut into mini-batches: a function of the seed alone.
 
+    Where episodes were left out, all are a little smaller: an optimiser step on the two that remain would be noise.
     One drawing serves all epochs of a step, so that π_θ always runs in the packs that π_old was scored in.
     """
     order = np.random.default_rng([seed, step]).permutation(count)
-    return [sorted(order[at : at + mini_batch].tolist()) for at in range(0, count, mini_batch)]
+    return [sorted(part.tolist()) for part in np.array_split(order, -(-count // mini_batch))]
 
 
 def parts_of(batch: MiniBatch, decode: Callable[[Ids], str]) -> Bools:

@@ -81,7 +81,8 @@ def reference_scores(
     shared = min(logits.shape[-1], teacher_logits.shape[-1])
     logp = logits[:, :shared].log_softmax(-1)
     logp_T = teacher_logits[:, :shared].log_softmax(-1)
-    return logprob, entropy, (logp.exp() * (logp - logp_T)).sum(-1)
+    ratio = (logp - logp_T).detach()  # its own gradient sums to Σ p ∇log p = 0, exactly only when it is left out
+    return logprob, entropy, (logp.exp() * ratio).sum(-1)
 
 
 def _precise(x: Tensor) -> Tensor:
