@@ -86,12 +86,22 @@ def test_curves_keep_their_mean(tmp_path):
 
 
 def test_how_a_run_began_and_ended():
-    lines = [{"step": s, "reward": float(s)} for s in range(40)]
-    (found,) = ends(lines)
-    assert [e["steps"] for e in found["ends"]] == [[1, 4], [37, 40]]
-    assert [e["mean"] for e in found["ends"]] == [1.5, 37.5]
-    assert found["ends"][0]["spread"] == pytest.approx(math.sqrt(5 / 3 / 4))
+    lines = [{"step": s, "reward": float(s), "dev_em": float(s)} for s in range(40)]
+    reward, dev = ends(lines)
+    assert [e["steps"] for e in reward["ends"]] == [[1, 5], [36, 40]]
+    assert [e["mean"] for e in reward["ends"]] == [2, 37]
+    assert reward["ends"][0]["spread"] == pytest.approx(math.sqrt(2.5 / 5))
+    assert [e["mean"] for e in dev["ends"]] == [0, 39]
+    assert [e["steps"] for e in ends(lines[:7])[0]["ends"]] == [[1, 3], [5, 7]]
+    assert [e["steps"] for e in ends(lines * 3)[0]["ends"]] == [[1, 12], [29, 40]]
     assert stages([{"seconds_update": 1.0}, {"seconds_update": 2.0, "seconds_dev": None}]) == {"update": 3.0}
+
+
+def test_a_drift_that_nobody_measured_is_no_curve():
+    lines = [{"step": s, "reward": 1.0, "reference_kl": 0.0} for s in range(3)]
+    assert list(series(lines)["values"]) == ["reward"]
+    lines[2]["reference_kl"] = 0.1
+    assert list(series(lines)["values"]) == ["reference_kl", "reward"]
 
 
 def test_every_curve_of_a_run_is_described():

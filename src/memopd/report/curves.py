@@ -69,7 +69,7 @@ ENDS = ("reward", "em", "f1", "dev_em", "dev_f1", "loss", "dev_loss")
 
 def groups(metrics: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Charts that at least one run has numbers for; what nobody described here comes last, under its own name."""
-    there = {k for lines in metrics for line in lines for k in line if not k.startswith("seconds_")} - SILENT
+    there = {key for lines in metrics for key in _keys(lines)}
     known = {chart.key for charts in GROUPS.values() for chart in charts}
     found = {name: [c for c in charts if c.key in there] for name, charts in GROUPS.items()}
     found["Other"] = [Chart(key, key, "") for key in sorted(there - known)]
@@ -84,12 +84,17 @@ def series(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Every curve of a run. Of more steps than `POINTS`, neighbours become their mean, at the last of their steps."""
     width = max(1, math.ceil(len(lines) / POINTS))
     bins = [lines[at : at + width] for at in range(0, len(lines), width)]
-    keys = sorted({k for line in lines for k in line if not k.startswith("seconds_")} - SILENT)
     return {
         "steps": [b[-1]["step"] + 1 for b in bins],
         "width": width,
-        "values": {key: [_mean([line.get(key) for line in b]) for b in bins] for key in keys},
+        "values": {key: [_mean([line.get(key) for line in b]) for b in bins] for key in sorted(_keys(lines))},
     }
+
+
+def _keys(lines: Sequence[dict[str, Any]]) -> set[str]:
+    """A run that did not score the reference policy has a drift of 0 throughout, and did not measure it."""
+    silent = SILENT if any(line.get("reference_kl") for line in lines) else {*SILENT, "reference_kl"}
+    return {key for line in lines for key in line if not key.startswith("seconds_")} - silent
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -98,13 +103,13 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def ends(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How it began and how it ended: the first and the last tenth of the steps that have a number."""
+    """How it began and how it ended: the first and last tenth of the steps, at least five; of dev one evaluation."""
     found = []
     for key in ENDS:
         known = [(line["step"] + 1, line[key]) for line in lines if line.get(key) is not None]
         if len(known) < 2:
             continue
-        n = max(1, len(known) // 10)
+        n = 1 if key.startswith("dev_") else max(min(5, len(known) // 2), len(known) // 10)
         parts = [known[:n], known[-n:]]
         found.append({"key": key, "ends": [_end(part) for part in parts]})
     return found

@@ -52,7 +52,6 @@ function fact(name, value, bad = false) {
   return el("div", {}, el("dt", {}, name), el("dd", { class: bad ? "bad" : null }, value));
 }
 
-// The first and the last tenth of the steps; of several seeds the mean.
 function ends(runs) {
   const keys = [...new Set(runs.flatMap((run) => run.ends.map((e) => e.key)))];
   if (!keys.length) return null;
@@ -60,12 +59,12 @@ function ends(runs) {
     const found = runs.map((run) => run.ends.find((e) => e.key === key)).filter(known);
     const [start, end] = [0, 1].map((n) => mean(found.map((e) => e.ends[n].mean)));
     const spread = (n) => (found.length === 1 && known(found[0].ends[n].spread) ? ` ± ${number(found[0].ends[n].spread, 2)}` : "");
-    const where = (n) => `mean of steps ${found[0].ends[n].steps.join(" to ")}`;
+    const where = (n) => `steps ${[...new Set(found[0].ends[n].steps)].join(" to ")}`;
     return [NAMES[key] || key, el("span", { title: where(0) }, number(start) + spread(0)),
       el("span", { title: where(1) }, number(end) + spread(1)), signed(end - start)];
   });
   return el("div", {}, table(["", "began", "ended", "change"], rows),
-    el("p", { class: "foot" }, `Means of the first and of the last tenth of the steps${runs.length > 1 ? ", over all seeds" : ", ± standard error over them where there are several"}.`));
+    el("p", { class: "foot" }, `Means of the first and of the last tenth of the steps, at least five, ${runs.length > 1 ? "and of the seeds" : "± standard error over them"}; on dev the first and the last evaluation.`));
 }
 
 function evaluation(data) {
