@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ def test_a_full_disk(tmp_path):
     line = train(tmp_path / "run", before=fill_the_disk).line()
     assert "student-00000-of-00001.safetensors: cannot be written" in line
     assert "the last checkpoint is intact" in line
+    assert_goes_on_as_if_nothing_had_been(tmp_path / "run")
+
+
+def lead_metrics_to_a_full_disk(output: Path) -> None:
+    def disturb(learner):
+        (output / "metrics.jsonl").rename(output / "metrics.kept")
+        (output / "metrics.jsonl").symlink_to("/dev/full")  # every write to it says that the disk is full
+
+    in_the_second_step(disturb)
+
+
+def test_a_full_disk_for_what_is_no_checkpoint(tmp_path):
+    line = train(tmp_path / "run", before=partial(lead_metrics_to_a_full_disk, tmp_path / "run")).line()
+    assert f"{tmp_path / 'run'}: No space left on device: make room and go on with --resume" in line
+    (tmp_path / "run" / "metrics.kept").rename(tmp_path / "run" / "metrics.jsonl")
     assert_goes_on_as_if_nothing_had_been(tmp_path / "run")
 
 

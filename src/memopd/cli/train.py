@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ def sft(
     from memopd.config import load_config
 
     settings = load_config(config, overrides(context.args, {"sft.keep": keep}))
-    with one_line_for_memory():
+    with one_line_for_what_ran_out(output):
         from memopd.optimise.sft import sft as run
 
         run(settings, output, resume)
@@ -55,7 +56,7 @@ def train(
 
     short = {"teacher.state": teacher_state, "sampling.replay": replay}
     settings = load_config(config, overrides(context.args, short))
-    with one_line_for_memory():
+    with one_line_for_what_ran_out(output):
         from memopd.optimise.train import train as run
 
         run(settings, output, resume)
@@ -85,8 +86,8 @@ def overrides(arguments: list[str], short: dict[str, str | None]) -> dict[str, s
 
 
 @contextmanager
-def one_line_for_memory() -> Iterator[None]:
-    """Out of memory is something a user can act on: one line, not a traceback."""
+def one_line_for_what_ran_out(output: Path) -> Iterator[None]:
+    """Memory and disk are something a user can act on: one line, not a traceback."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch's own kinds are RuntimeErrors, on a CPU no special one
@@ -96,6 +97,12 @@ def one_line_for_memory() -> Iterator[None]:
         raise ValueError(
             f"{said}: lower optimise.budget, set model.checkpointing = true, or use more ranks; the last checkpoint "
             "is intact"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(
+            f"{output}: {os.strerror(error.errno)}: make room and go on with --resume; the last checkpoint is intact"
         ) from error
 
 
