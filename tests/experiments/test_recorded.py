@@ -45,14 +45,14 @@ def oracle(self, rule, tasks):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    def experiment(name, extra="", scripted=True):
+    def experiment(name, extra="", scripted=True, options=()):
         if scripted:
             monkeypatch.setattr(Subject, "_sample", oracle)
         (tmp_path / "config.toml").write_text(CONFIG.format(folder=folder(), extra=extra))
-        options = ["--config", tmp_path / "config.toml", "--work", tmp_path / "work", "--output", tmp_path / "out"]
+        folders = ["--config", tmp_path / "config.toml", "--work", tmp_path / "work", "--output", tmp_path / "out"]
         said = io.StringIO()
         with redirect_stdout(said), redirect_stderr(said):
-            monkeypatch.setattr(sys, "argv", ["memopd", "experiment", name, *map(str, options)])
+            monkeypatch.setattr(sys, "argv", ["memopd", "experiment", name, *map(str, folders), *options])
             with pytest.raises(SystemExit) as left:
                 cli.main()
         assert not left.value.code, said.getvalue()
@@ -86,6 +86,10 @@ def test_corruption(run):
 
 def test_domain(run):
     found, text = run("domain")
+    again, reworded = run("domain", "differs = 'Another world.'", options=["--collect"])  # the words alone
+    assert again == found | {"differs": "Another world."}
+    assert reworded == f"{text}\n## Why ours differ\n\nAnother world.\n"
+    assert run("domain", options=["--collect"])[1] == text
     assert found["sampled"] == found["sampled_tokens"]
     assert found["response_spurious"] > found["trajectory_spurious"] > 0
     assert f"{found['response_spurious']:,}" in text

@@ -57,7 +57,7 @@ def experiment(
         )
     for name, file in files.items():
         if name not in TRAINED:
-            failed += not show_recorded(name, file, work, output)
+            failed += not show_recorded(name, file, work, output, collect)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -88,14 +88,17 @@ def show_trained(
     return len(failed)
 
 
-def show_recorded(name: Name, file: Path, work: Path, output: Path) -> bool:
+def show_recorded(name: Name, file: Path, work: Path, output: Path, collect: bool) -> bool:
     """False where packing turned out not to be exact."""
     from memopd.experiments.settings import Recorded, load
 
     settings = load(Recorded, file)
-    from memopd.experiments.recorded import run_recorded
+    from memopd.experiments.recorded import collect_recorded, run_recorded
 
-    paths, passed = run_recorded(name, settings, work, output, track)
+    if collect:
+        paths, passed = collect_recorded(name, settings, output), True
+    else:
+        paths, passed = run_recorded(name, settings, work, output, track)
     for path in paths:
         print(path)
     return passed

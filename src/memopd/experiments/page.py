@@ -40,10 +40,29 @@ def write_markdown(
     parts = [f"# {title}", f"`{made['command']}`, {made['date']}. Measured on: {where}.", *body]
     if made.get("missing"):
         parts.append("Missing, and not in any number above: " + "; ".join(made["missing"]) + ".")
-    if paper.rows:
-        parts += ["## The paper", paper.caption, markdown_table(paper.columns, paper.rows)]
-    if differs.strip():
-        parts += ["## Why ours differ", differs.strip()]
+    _write(path, [*parts, *_closing(paper, differs)])
+
+
+def reword(numbers: Path, page: Path, paper: Paper, differs: str) -> None:
+    """The paper's figures and the reason anew, under a table that was made before."""
+    if not numbers.is_file() or not page.is_file():
+        raise ValueError(f"{numbers}: there is nothing to show yet; run the experiment without --collect")
+    write_json(numbers, json.loads(numbers.read_text()) | paper_dict(paper, differs))
+    above = page.read_text()
+    for heading in (PAPER, REASON):
+        above = above.partition(f"\n{heading}\n")[0]
+    _write(page, [above.rstrip(), *_closing(paper, differs)])
+
+
+PAPER, REASON = "## The paper", "## Why ours differ"
+
+
+def _closing(paper: Paper, differs: str) -> list[str]:
+    parts = [PAPER, paper.caption, markdown_table(paper.columns, paper.rows)] if paper.rows else []
+    return [*parts, REASON, differs.strip()] if differs.strip() else parts
+
+
+def _write(path: Path, parts: Sequence[str]) -> None:
     with whole(path) as partial:
         partial.write_text("\n\n".join(part for part in parts if part) + "\n")
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memopd.experiments.page import paper_dict, provenance, write_json, write_markdown
+from memopd.experiments.page import paper_dict, provenance, reword, write_json, write_markdown
 from memopd.experiments.settings import Recorded
 from memopd.experiments.trajectories import Subject
 from memopd.types import Episode
@@ -46,6 +46,13 @@ def run_recorded(
     write_markdown(paths[1], settings.title, made, body, settings.paper, settings.differs)
     found.draw(paths[2])
     return paths, found.passed
+
+
+def collect_recorded(name: str, settings: Recorded, output: Path) -> list[Path]:
+    """Nothing is measured: only the words around the numbers are those of the configuration again."""
+    paths = [output / f"{name}{suffix}" for suffix in (".json", ".md")]
+    reword(paths[0], paths[1], settings.paper, settings.differs)
+    return paths
 
 
 def counts(episodes: Sequence[Episode]) -> dict[str, int]:
