@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from memopd.bench.shapes import SHAPES
 from memopd.evaluate.summary import Estimate
 from memopd.evaluate.tables import shown
 from memopd.experiments.page import markdown_table
@@ -23,6 +24,34 @@ from memopd.experiments.page import markdown_table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 BLOCK = re.compile(r"(<!-- made by docs/refresh\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def state() -> str:
+    """Table 3: the same sampled tokens, flattened and packed, against the calls run alone."""
+    found = read("state")
+    rows = {row["representation"]: row for row in found["representations"]}
+    names = {
+        "persistent history": "flattened into one history",
+        "batching floor": "calls in a padded batch: the floor",
+        "reconstructed packing": "**packed**",
+    }
+    table = markdown_table(
+        ["", "p99 |Δlog p|", "first choices changed", "PPO would clip, though nothing changed"],
+        [
+            [name, f"{rows[key]['p99_logprob']:.2g}", f"{rows[key]['top1_changed']:,}",
+             f"{100 * rows[key]['false_clip']:.2f} %"]
+            for key, name in names.items()
+        ],
+    )  # fmt: skip
+    e, after = found["equivalence"], found["teacher"][-1]
+    verdict = "equivalent" if e["passed"] else "**not** equivalent"
+    return (
+        f"{table}\n\n{found['trajectories']} episodes of a model trained by MemOPD, {found['calls']} calls, "
+        f"{e['decisions']:,} sampled tokens, {e['dtype']}. Packing is {verdict} (error {e['error']:.1e}, tolerance "
+        f"{e['tolerance']:.1e}), with {e['tokens'] / e['rows']:.2f} times fewer rows. In flattened states the teacher "
+        f"changes {100 * (1 - after['top1']):.1f} % of its first choices after the first memory update. "
+        f"`{found['command']}`, {found['date']}; of your own calls, `memopd audit`."
+    )
 
 
 def quality() -> str:
@@ -80,15 +109,23 @@ def actor() -> str:
         result = json.loads(line)
         if result["batch"] != 1:
             continue
-        arms = {a["name"]: a for a in result["arms"]}
+        name, arms = result["shape"], {a["name"]: a for a in result["arms"]}
         alone, packed = arms["independent, varlen flash"], arms["packed, cascade"]
         others = [arms[f"packed, {kernel}"]["speedup"] for kernel in ("dense mask", "flex")]
         rows.append(
-            [f"{result['shape'].upper()}: {result['calls']} calls", f"{1e3 * alone['seconds']:.0f} ms",
+            [f"{name.upper()}: {SHAPES[name].calls} × {SHAPES[name].trajectories}", f"{1e3 * alone['seconds']:.0f} ms",
              *(f"{speed:.2f}×" for speed in others), f"**{packed['speedup']:.2f}×**", f"{packed['limit']:.2f}×",
              f"{packed['memory']:.2f}"]
         )  # fmt: skip
-    columns = ["", "calls alone", "packed, dense mask", "packed, flex", "packed, cascade", "rows allow", "activations"]
+    columns = [
+        "calls × trajectories",
+        "calls alone",
+        "packed, dense mask",
+        "packed, flex",
+        "packed, cascade",
+        "rows allow",
+        "activations",
+    ]
     return markdown_table(columns, rows)
 
 
@@ -103,12 +140,12 @@ def estimate(values: dict[str, Any]) -> str:
 def refreshed(text: str) -> str:
     def made(block: re.Match[str]) -> str:
         opening, name, end = block.groups()
-        return f"{opening}{BLOCKS[name]()}\n{end}"
+        return f"{opening}\n{BLOCKS[name]()}\n\n{end}"
 
     return BLOCK.sub(made, text)
 
 
-BLOCKS = {f.__name__: f for f in (quality, claims, actor)}
+BLOCKS = {f.__name__: f for f in (state, quality, claims, actor)}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python examples/own_environment.py TASKS INDEX MODEL EPISODES
 import sys
 from dataclasses import replace
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memopd.agent.environment import SearchEnvironment
@@ -43,7 +44,8 @@ class PricedSearch:
 if __name__ == "__main__":
     tasks, index, model, store = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), tokenizer, slots=32, max_length=1120)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # as it will be trained
+    engine = LocalEngine(policy, tokenizer, slots=32, max_length=1120)
     episodes = rollout(
         engine, PricedSearch(SearchEnvironment(open_index(index))), Mem1(), tokenizer,
         repeat(read_tasks(tasks)[:8], samples=4), Sampling(max_tokens=96), seed=0, batch=32, max_context=1024,

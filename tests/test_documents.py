@@ -1,46 +1,220 @@
-"""Documents say what the result files say, and the examples run."""
+"""Documents say what the result files say: tables of numbers are made from one, or name the command that made them."""
 
+import importlib.util
 import json
-import subprocess
-import sys
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
+from memopd import cli
 from memopd.bench.table import markdown
 from memopd.bench.tables import load, tables_of
+from memopd.config import SECTIONS
+from memopd.evaluate.summary import Estimate
+from memopd.evaluate.tables import shown
+from memopd.experiments.shown import COLUMNS, DEPENDENCY
 
 ROOT = Path(__file__).parent.parent
-RESULTS = sorted((ROOT / "docs" / "results").glob("*-h200.jsonl"))
+RESULTS = ROOT / "docs" / "results"
+
+spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
+refresh = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(refresh)
+
+WRITTEN = [p for p in refresh.DOCUMENTS if RESULTS not in p.parents and p.name != "models.md"]  # by people
+BENCHES = sorted(RESULTS.glob("*.jsonl"))
+COMMAND = re.compile(r"\b(memopd [a-z]|make [a-z]|pytest |python |torchrun )")
+MEASURED = re.compile(r"\d\.\d|\d ?%|\d×|\de-?\d|\d (?:ms|s|MB|GB|GiB)\b")
 
 
-@pytest.mark.parametrize("results", RESULTS, ids=lambda p: p.name)
-def test_benchmark_tables_are_those_of_the_result_files(results):
-    document = (ROOT / "docs" / "benchmarks.md").read_text()
-    for made in tables_of(load(results)):
-        assert markdown(made) in document
+def named(path):
+    return str(path.relative_to(ROOT))
 
 
-def test_the_readme_quotes_the_actor_benchmark():
-    readme = (ROOT / "README.md").read_text()
-    for line in (ROOT / "docs" / "results" / "actor-h200.jsonl").read_text().splitlines():
-        result = json.loads(line)
-        if result["batch"] == 1:
-            arms = {arm["name"]: arm for arm in result["arms"]}
-            packed = arms["packed, cascade"]
-            assert f"**{packed['speedup']:.2f}×** | {packed['limit']:.2f}× | {packed['memory']:.2f} |" in readme
-            assert f"| {1e3 * arms['independent, varlen flash']['seconds']:.0f} ms |" in readme
+def tables(text):
+    """Every table, with the section that it stands in."""
+    for section in re.split(r"(?m)^(?=##? )", text):
+        for table in re.findall(r"(?m)(?:^ *\|.*\n?)+", section):
+            yield table.strip(), section
+
+
+# ---- blocks made from result files
+
+
+@pytest.mark.parametrize("document", refresh.DOCUMENTS, ids=named)
+def test_blocks_are_what_the_result_files_make(document):
+    text = document.read_text()
+    assert text.count("<!-- made by") == len(refresh.BLOCK.findall(text)), "a block is not closed, or misspelt"
+    assert refresh.refreshed(text) == text, "run `python docs/refresh.py`"
+
+
+def test_the_readme_has_no_number_of_its_own():
+    outside = refresh.BLOCK.sub("", (ROOT / "README.md").read_text())
+    outside = re.sub(r"Qwen2\.5-3B|Python 3\.11|Apache-2\.0", "", outside)
+    assert MEASURED.findall(outside) == []
+
+
+def test_a_changed_digit_in_a_block_is_noticed():
+    text = (ROOT / "README.md").read_text()
+    for name in refresh.BLOCKS:
+        block = next(m for m in refresh.BLOCK.finditer(text) if m.group(2) == name)
+        inside = text[block.start() : block.end()]
+        digit = re.search(r"(?<=\.)\d", inside)
+        changed = inside[: digit.start()] + str((int(digit.group()) + 1) % 10) + inside[digit.end() :]
+        assert refresh.refreshed(text.replace(inside, changed)) == text
+        assert text.replace(inside, changed) != text
+
+
+# ---- benchmarks
+
+
+def bench_tables(path):
+    return [markdown(made).partition("\n\n") for made in tables_of(load(path))]  # title, blank line, table
+
+
+def wrong_bench_tables(documents, made):
+    """Tables with the head of a benchmark's table that no result file makes, and made ones that no document shows."""
+    heads = {table.splitlines()[0] for _, _, table in made}
+    found = [table for text in documents for table, _ in tables(text) if table.splitlines()[0] in heads]
+    shown_whole = [f"{title}\n\n{table}" for title, _, table in made]
+    return [t for t in found if t not in {table for *_, table in made}] + [
+        w for w in shown_whole if not any(w in text for text in documents)
+    ]
+
+
+def test_benchmark_tables_are_those_of_the_result_files():
+    made = [table for path in BENCHES for table in bench_tables(path)]
+    assert len(made) > 10
+    assert wrong_bench_tables([p.read_text() for p in WRITTEN], made) == []
+
+
+def test_a_wrong_or_a_missing_benchmark_table_is_noticed():
+    made = [table for path in BENCHES for table in bench_tables(path)]
+    documents = [p.read_text() for p in WRITTEN]
+    row = next(line for line in made[0][2].splitlines() if line.startswith("| packed, flex"))
+    wrong = [text.replace(row, row.replace("1", "2", 1)) for text in documents]
+    # One more that nobody made, and one more that is not shown.
+    assert len(wrong_bench_tables(wrong, made)) == len(wrong_bench_tables(documents, made)) + 2
+
+
+# ---- tables that no result file makes
+
+
+@pytest.mark.parametrize("document", WRITTEN, ids=named)
+def test_tables_of_measurements_stand_in_a_section_that_names_a_command(document):
+    for table, section in tables(document.read_text()):
+        numbers = "---:" in table and MEASURED.search(table)  # a column of numbers, not settings
+        assert not numbers or COMMAND.search(section), table
+
+
+# ---- pages of the experiments
+
+
+TRAINED = [name for name in ("main", "single", "control") if (RESULTS / f"{name}.json").exists()]
+
+
+def rows_of(result, name):
+    """What the page's table must say of one system and one number of questions."""
+    columns = (*COLUMNS[:3], DEPENDENCY, COLUMNS[3]) if name == "single" else COLUMNS
+    values = [(result["metrics"][metric], unit, digits) for _, metric, unit, digits in columns]
+    return " | ".join(shown(v and Estimate(**v), unit, digits) for v, unit, digits in values)
+
+
+def wrong_rows(name, page):
+    """Results whose row is not in the page, and comparisons whose line is not."""
+    made = json.loads((RESULTS / f"{name}.json").read_text())
+    lines = page.partition("## The paper")[0].splitlines()
+    wrong = [
+        (r["system"], r["k"])
+        for r in made["results"]
+        if not any(line.startswith(f"| {r['system']} |") and rows_of(r, name) in line for line in lines)
+    ]
+    for c in made["comparisons"]:
+        start = f"| {c['a']} − {c['b']} | Q{c['k']} {c['metric'].upper()} | {c['difference']:+.3f} |"
+        tasks = f"| {c['over_tasks']['low']:+.3f} to {c['over_tasks']['high']:+.3f} |"
+        if not any(line.startswith(start) and tasks in line for line in lines):
+            wrong.append(start)
+    return wrong
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_pages_of_trained_systems_say_what_their_json_says(name):
+    page = (RESULTS / f"{name}.md").read_text()
+    assert wrong_rows(name, page) == []
+    made = json.loads((RESULTS / f"{name}.json").read_text())
+    assert f"`{made['command']}`" in page
+    assert made["date"] in page
+    first = rows_of(made["results"][0], name)
+    assert wrong_rows(name, page.replace(first, first.replace("1", "2", 1))) != []  # and a wrong digit is noticed
+
+
+# ---- links
 
 
 def test_links_lead_somewhere():
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for target in document.read_text().split("](")[1:]:
-            target = target.split(")")[0]
-            assert target.startswith("http") or (document.parent / target).exists(), (document.name, target)
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "models").rglob("*.md")]:
+        text = document.read_text()
+        targets = [t.split(")")[0] for t in text.split("](")[1:]] + re.findall(r'src="([^"]+)"', text)
+        for target in targets:
+            assert target.startswith("http") or (document.parent / target.partition("#")[0]).exists(), (
+                document.name,
+                target,
+            )
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_examples_run(example):
-    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "loss" in done.stdout
+# ---- commands
+
+
+def commands(text):
+    """Every `memopd ...` of a document or a script: in code blocks, between backticks, continued lines joined."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    lines = re.findall(r"(?m)^(?:    +|do_ |test .*\|\| do_ |#   +)(?:\w+=\S+ )*((?:memopd|torchrun) .*)$", text)
+    return [line for line in lines + re.findall(r"`(memopd [^`\n]+)`", text) if "..." not in line]
+
+
+def unknown(line):
+    """The first word of a command that `memopd` does not know; None where all is well."""
+    command = typer.main.get_command(cli.app)
+    words = shlex.split(re.sub(r"^torchrun .*? -m memopd\.cli", "memopd", line), comments=True)[1:]
+    while words and hasattr(command, "commands"):
+        name = words.pop(0)
+        if name not in command.commands:
+            return name
+        command = command.commands[name]
+    options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+    for word in words:
+        if word == "--":
+            break
+        option = word.partition("=")[0]
+        if option.startswith("-") and option not in options:
+            section, _, field = option.removeprefix("--").partition(".")
+            if not (
+                "ignore_unknown_options" in command.context_settings
+                and section in SECTIONS
+                and hasattr(SECTIONS[section](), field)
+            ):
+                return option
+    return None
+
+
+SCRIPTS = [*(ROOT / "examples").glob("*.sh"), *(ROOT / "configs").rglob("*.toml")]
+PLACES = [*WRITTEN, *(ROOT / "models").rglob("*.md"), *SCRIPTS]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=named)
+def test_commands_in_documents_exist(place):
+    for line in commands(place.read_text()):
+        assert unknown(line) is None, line
+
+
+def test_commands_are_found_and_wrong_ones_noticed():
+    found = [line for place in PLACES for line in commands(place.read_text())]
+    assert len(found) > 60
+    assert unknown("memopd train c.toml --output r --optimise.lr 1e-3 --teacher-state none") is None
+    assert unknown("memopd train c.toml --optimise.rate 1e-3") == "--optimise.rate"
+    assert unknown("memopd rollout t.parquet --modle m") == "--modle"
+    assert unknown("memopd fly") == "fly"
+    assert unknown("torchrun --nproc-per-node 2 -m memopd.cli trian c.toml") == "trian"
