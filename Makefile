@@ -9,12 +9,14 @@ VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/vllm
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv: downloads torch, transformers and others, which takes some minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
+# Rollouts, audit, a short training, evaluation and a page, in some minutes. A script of plain commands.
 quickstart: $(READY)
-	$(BIN)/memopd audit --demo
+	@sh examples/quickstart.sh
 
 test: $(READY)
 	$(BIN)/python -m pytest
