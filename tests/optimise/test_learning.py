@@ -2,7 +2,7 @@
 
 Quickly: PPO alone, with a critic and without, from a tiny policy and a reward that every episode has some of.
 
-In earnest: twenty updates of MemOPD on a CPU from the shipped student (which `memopd sft` made), three seeds. The reward
+In earnest: twenty updates of MemOPD on a CPU from the shipped student, which `memopd sft` made; three seeds. The reward
 of training episodes in the last five updates, less that in the first five. Every update asks tasks that were not asked
 before. The four episodes of a task are alike, so that the tasks are what is counted: the standard error is that of a
 difference between the means of two sets of tasks. Beyond noise: every seed gains, and the mean of the three gains is
