@@ -1,6 +1,7 @@
 """The engine's benchmark runs, and counts only what every arm was asked to sample."""
 
 import math
+from pathlib import Path
 
 import torch
 
@@ -9,7 +10,7 @@ from memopd.bench.engine import run_engine, work_of
 
 def test_every_arm_samples_the_same_work():
     work = work_of(prompts=4, shortest=5, longest=40, most=12)
-    result = run_engine("3m", torch.float32, "cpu", repeats=1, work=work)
+    result = run_engine("3m", torch.float32, "cpu", repeats=1, vllm=Path("/nowhere"), work=work)
     assert result.sampled_tokens == sum(work.tokens)
     assert (result.shortest, result.longest) == (min(map(len, work.prompts)), max(map(len, work.prompts)))
     arms = {a.name: a for a in result.arms}
@@ -18,6 +19,7 @@ def test_every_arm_samples_the_same_work():
     assert all(a.tokens_per_second > 0 for a in ran)
     assert max(a.speedup for a in ran if "generate" in a.name) == 1
     assert "transformers continuous batching" in arms  # measured, or why not
+    assert arms["vLLM"].note == "ValueError: /nowhere: not an interpreter (No such file or directory)"
     assert all(math.isnan(a.seconds) for a in result.arms if a.note)
 
 

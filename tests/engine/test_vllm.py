@@ -104,7 +104,15 @@ class Fake:
                         self.close_connection = True
                         return None
                     except Fail as error:
-                        return self.say(error.args[0], {"error": {"message": "as planned"}})
+                        wrong = {"error": {"message": "as planned", "code": error.args[0]}}
+                        if not body.get("stream"):
+                            return self.say(error.args[0], wrong)
+                        self.send_response(200)  # as vLLM does: the stream has begun before it looks
+                        self.send_header("Content-Type", "text/event-stream")
+                        self.end_headers()
+                        self.close_connection = True
+                        self.wfile.write(f"data: {json.dumps(wrong)}\n\ndata: [DONE]\n\n".encode())
+                        return None
                 with fake.lock:
                     fake.answered.append(tuple(body["token_ids"]))
                 tokens = [7] * 8 if probing else fake.tokens(body)
@@ -234,6 +242,33 @@ def test_a_request_that_fails_is_done_elsewhere_and_counts_once(fakes, connect, 
     requests = some(40)
     check(requests, engine.generate(requests))
     assert fakes[0].asked + fakes[1].asked >= 41
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_server_refuses_is_not_tried_again_and_costs_nobody_else(fakes, connect, stream):
+    """A stream is refused after it has begun, with status 200 and an event that says 400."""
+    engine = connect(fakes[0])
+
+    def before(body):
+        if body["token_ids"] == [10]:
+            raise Fail(400)
+
+    fakes[0].before = before
+    first, *others = some(4)
+    with pytest.raises(ValueError, match=f"{fakes[0].url}/inference/v1/generate: HTTP 400: as planned"):
+        engine.submit(first).completion.result(5) if stream else engine.generate([first])
+    assert fakes[0].asked == 1
+    assert engine._fleet.servers[0].down_since is None
+    assert len(engine.generate(others)) == 3
+
+
+@pytest.mark.parametrize("status", [500, 429])
+def test_a_stream_that_fails_is_done_elsewhere(fakes, connect, status):
+    engine = connect()
+    fakes[0].before = fakes[1].before = once(Fail(status))
+    heard = []
+    check(some(1), [engine.submit(some(1)[0], heard.append).completion.result(5)])
+    assert heard == [10, 11, 12, 13]
 
 
 def test_a_late_answer_does_not_count_twice(fakes, connect):

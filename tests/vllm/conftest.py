@@ -6,7 +6,9 @@ A server takes half a minute to start, so one serves all tests that do not need 
 import os
 
 import pytest
-from real_vllm import make_model, serving, wait_until_up
+from real_vllm import make_model, prompts_of, scorer, serving, wait_until_up
+
+from memopd.engine.vllm import VllmEngine
 
 collect_ignore = [] if os.environ.get("MEMOPD_VLLM_PYTHON") else ["test_real.py", "test_whole.py", "test_deaths.py"]
 
@@ -30,3 +32,13 @@ def server(first):
     with serving(first[0]) as running:
         wait_until_up(running)
         yield running
+
+
+@pytest.fixture
+def engine(server, first):
+    """Whatever a test before did to the server, it holds the first weights again."""
+    path, model, tokenizer = first
+    engine = VllmEngine([server.url], tokenizer, weights=path, version=1)
+    engine.verify(scorer(model), prompts_of(tokenizer, 4), tolerance=1e-3)
+    yield engine
+    engine.close()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 from memopd.agent.protocol import INSTRUCTIONS
 
@@ -115,6 +116,11 @@ def wait_until_up(*servers: Running, seconds: float = 400):
             assert server.process.poll() is None, tail
             assert time.monotonic() < limit, tail
             time.sleep(0.5)
+
+
+def prompts_of(tokenizer, count, seed=0, longest=200):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, len(tokenizer), n).astype(np.int32) for n in rng.integers(1, longest, count)]
 
 
 def scorer(model):

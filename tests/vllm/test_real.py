@@ -11,18 +11,13 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from real_vllm import PYTHON, scorer
+from real_vllm import PYTHON, prompts_of, scorer
 
 import memopd
 from memopd.engine import Request
 from memopd.engine import vllm_weights as weighing
 from memopd.engine.vllm import StaleWeights, VllmEngine, rounding_tolerance
 from memopd.types import Sampling, StopReason
-
-
-def prompts_of(tokenizer, count, seed=0, longest=200):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(1, len(tokenizer), n).astype(np.int32) for n in rng.integers(1, longest, count)]
 
 
 def requests_of(tokenizer, count, seed=0, stop=(), **sampling):
@@ -32,16 +27,6 @@ def requests_of(tokenizer, count, seed=0, stop=(), **sampling):
 
 def pairs_of(requests, completions):
     return [(r.prompt, c.tokens) for r, c in zip(requests, completions, strict=True)]
-
-
-@pytest.fixture
-def engine(server, first):
-    """Whatever a test before did to the server, it holds the first weights again."""
-    path, model, tokenizer = first
-    engine = VllmEngine([server.url], tokenizer, weights=path, version=1)
-    engine.verify(scorer(model), prompts_of(tokenizer, 4), tolerance=1e-3)
-    yield engine
-    engine.close()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -145,13 +130,17 @@ def test_a_prompt_that_ends_inside_a_character_is_refused_with_stop_strings(engi
 
 def test_stop_reasons(engine, first):
     tokenizer = first[2]
-    completions = engine.generate(requests_of(tokenizer, 64, seed=3, max_tokens=100))
+    whole = tokenizer.encode(".")  # prompts end with a whole character
+    requests = [
+        Request([*p, *whole], i, Sampling(max_tokens=100)) for i, p in enumerate(prompts_of(tokenizer, 64, seed=3))
+    ]
+    completions = engine.generate(requests)
     ended = [c for c in completions if c.tokens[-1] == tokenizer.eos_token_id]
     assert ended
     assert all(c.stop is StopReason.STOP for c in ended)  # the end token is kept, and has a log-probability
     assert all(c.stop is StopReason.LENGTH and len(c.tokens) == 100 for c in completions if c not in ended)
-    request = Request([tokenizer.eos_token_id + 1], 0, Sampling(), ("<|end|>",))  # a special token as a stop string
-    assert engine.generate([request])[0].tokens[-1] == tokenizer.eos_token_id
+    again = [Request(r.prompt, r.seed, r.sampling, ("<|end|>",)) for r in requests]  # it is text like any other
+    assert [c.tokens.tolist() for c in engine.generate(again)] == [c.tokens.tolist() for c in completions]
 
 
 def test_no_limit_means_the_end_of_the_context(engine, first):

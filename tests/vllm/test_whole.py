@@ -13,9 +13,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from real_vllm import free_port, make_model, scorer, serving, wait_until_up
+import torch
+from real_vllm import PYTHON, free_port, make_model, scorer, serving, wait_until_up
 
 from memopd import compile_calls, verify
+from memopd.bench.engine import run_engine, work_of
 from memopd.engine import vllm_weights as weighing
 from memopd.engine.protocol import Completion
 from memopd.optimise.log import read_metrics
@@ -88,7 +90,7 @@ def chatting_agent(create, question):
         messages += [{"role": "assistant", "content": heard}, more]
 
 
-def test_agents_of_the_official_client_are_recorded_through_the_gateway(server, first, tmp_path):
+def test_agents_of_the_official_client_are_recorded_through_the_gateway(engine, server, first, tmp_path):
     path, model, _ = first
     told = {}
     with gateway(server.url, tmp_path / "store") as url:
@@ -104,7 +106,7 @@ def test_agents_of_the_official_client_are_recorded_through_the_gateway(server, 
                 told[name] = agent(create, f"where is town {n}?")
                 assert httpx.post(f"{url}/episodes/{name}/reward", json={"reward": n / 4}).status_code == 200
         client = openai.OpenAI(base_url=f"{url}/episodes/long/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="maximum context length"):  # what the server refuses
+        with pytest.raises(openai.BadRequestError, match="maximum model length"):  # what the server refuses
             client.completions.create(model=path.name, prompt=[5] * 600)
     episodes = {e.id: e for e in read_episodes(tmp_path / "store")}
     assert episodes.keys() == told.keys()
@@ -113,7 +115,7 @@ def test_agents_of_the_official_client_are_recorded_through_the_gateway(server, 
         assert [(c.prompt.tolist(), c.completion.tolist()) for c in calls] == told[f"rewriting_agent-{n}"]
         assert episodes[f"rewriting_agent-{n}"].reward == n / 4
     calls = [c for e in episodes.values() for c in e.calls]
-    assert all(c.trainable for c in calls)
+    assert all(c.trainable and c.policy_version == 1 for c in calls)  # as `engine` labelled them
     said = [Completion(c.completion, c.logprobs, c.stop) for c in calls]
     assert weighing.gap(scorer(model)([(c.prompt, c.completion) for c in calls], 1.0), said) < 1e-3
     packed = compile_calls(calls)
@@ -226,3 +228,12 @@ def test_training_a_tied_model_on_a_cpu_is_stopped(searchable, tmp_path):
     assert f"memopd: {tied.url}: stale weights:" in ended.stderr
     assert "cannot reload tied embeddings" in ended.stderr
     print(ended.stderr.splitlines()[-1])
+
+
+@pytest.mark.slow  # a server of its own
+def test_the_benchmark_measures_a_server_too():
+    work = work_of(prompts=4, shortest=5, longest=40, most=12)
+    result = run_engine("3m", torch.float32, "cpu", repeats=1, vllm=Path(PYTHON), work=work)
+    (served,) = (a for a in result.arms if a.name.startswith("vLLM 0"))
+    assert served.tokens_per_second > 0
+    assert not served.note

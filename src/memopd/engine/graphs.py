@@ -102,14 +102,15 @@ class Decoder:
     def _capture(self, size: int, cut: bool) -> torch.cuda.CUDAGraph:
         kept = [x.clone() for x in (self.ids, self.positions)]
         self.step.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are compiled and libraries set up outside the graph
+        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):  # kernels are compiled and libraries set up outside the graph
             self._step(size, cut)
-        torch.cuda.current_stream().wait_stream(stream)
+        here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         try:  # other threads of the process, a trainer's say, may allocate meanwhile: hence the mode
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            capturing = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
+            with torch.cuda.stream(here), capturing:  # `here` again afterwards: a capture that fails stays on its own
                 self._step(size, cut)
         except RuntimeError as why:
             raise NotCaptured(str(why).splitlines()[0]) from why

@@ -11,13 +11,14 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from memopd.engine.vllm_wire import GENERATE, BadAnswer, choice_of
+from memopd.engine.vllm_wire import GENERATE, BadAnswer, Refused, choice_of, failure, reason
 
 log = logging.getLogger(__name__)
 
@@ -150,12 +151,10 @@ class Fleet:
 
     async def call(self, server: Server, method: str, path: str, **rest: Any) -> Any:
         """One route's JSON (None where it answers with nothing). `Lost` when trying again may help."""
-        try:
+        with _named(server, path):
             response = await self._client.request(method, server.url + path, **rest)
-            _raise_for(server, path, response)
+            _raise_for(response)
             return response.json() if response.content else None
-        except (httpx.TransportError, json.JSONDecodeError) as error:
-            raise Lost(f"{path}: {_reason(error)}") from error
 
     async def has(self, server: Server, path: str) -> bool:
         """Whether a POST route exists: a GET of one that does is answered 405, not 404."""
@@ -166,36 +165,39 @@ class Fleet:
 
     async def choices(self, server: Server, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The choices of a streamed completion, or the one of a completion that comes in one piece."""
-        try:
+        with _named(server, GENERATE):
             if not payload["stream"]:
-                choice = choice_of(await self.call(server, "POST", GENERATE, json=payload))
-                if choice is not None:
+                answer = await self.call(server, "POST", GENERATE, json=payload)
+                if (choice := choice_of(answer)) is not None:
                     yield choice
                 return
             async with self._client.stream("POST", server.url + GENERATE, json=payload) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    _raise_for(server, GENERATE, response)
+                    _raise_for(response)
                 async for line in response.aiter_lines():
                     if line.startswith("data: {") and (choice := choice_of(json.loads(line[6:]))) is not None:
                         yield choice
-        except (httpx.TransportError, json.JSONDecodeError, BadAnswer) as error:
-            raise Lost(f"{GENERATE}: {_reason(error)}") from error
 
 
-def _raise_for(server: Server, path: str, response: httpx.Response) -> None:
-    if response.status_code < 400:
-        return
+@contextmanager
+def _named(server: Server, path: str) -> Iterator[None]:
+    """What goes wrong inside, as `Lost` where trying again may help, else as `ValueError`; either says where."""
     try:
-        detail = response.json()
-        said = detail.get("error", detail.get("detail", detail)) if isinstance(detail, dict) else detail
-        text = str(said.get("message", said) if isinstance(said, dict) else said)
-    except json.JSONDecodeError:
-        text = response.text
-    line = f"{path}: HTTP {response.status_code}: {' '.join(text.split())[:300]}"
-    if response.status_code >= 500 or response.status_code == 429:
-        raise Lost(line)
-    raise ValueError(f"{server.url}{line}")  # what was asked is wrong, and will be next time
+        yield
+    except (httpx.TransportError, json.JSONDecodeError, BadAnswer) as error:
+        raise Lost(f"{path}: {_reason(error)}") from error
+    except Refused as error:
+        raise ValueError(f"{server.url}{path}: {error}") from error
+
+
+def _raise_for(response: httpx.Response) -> None:
+    if response.status_code >= 400:
+        try:
+            text = reason(response.json())
+        except json.JSONDecodeError:
+            text = response.text
+        raise failure(response.status_code, text)
 
 
 def _reason(error: Exception) -> str:

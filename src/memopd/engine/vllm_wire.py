@@ -26,6 +26,10 @@ class BadAnswer(Exception):
     """A server answered, but not with a completion: worth another try."""
 
 
+class Refused(Exception):
+    """What was asked is wrong, and will be next time."""
+
+
 @dataclass(slots=True)
 class Heard:
     """What a server has said of one completion so far."""
@@ -109,7 +113,20 @@ def choice_of(answer: Any) -> dict[str, Any] | None:
     """The one choice of an answer or an event; None where there is none."""
     if not isinstance(answer, dict):
         raise BadAnswer("not a JSON object")
-    if error := answer.get("error"):
-        raise BadAnswer(str(error.get("message", error)) if isinstance(error, dict) else str(error))
+    if error := answer.get("error"):  # of a stream, which began with 200 whatever comes
+        raise failure(error.get("code") if isinstance(error, dict) else None, reason(answer))
     choices = answer.get("choices") or []
     return choices[0] if choices else None
+
+
+def failure(status: Any, text: str) -> BadAnswer | Refused:
+    """By its status: whether trying again may help."""
+    again = not isinstance(status, int) or status >= 500 or status == 429
+    line = f"HTTP {status}: {' '.join(text.split())[:300]}"
+    return BadAnswer(line) if again else Refused(line)
+
+
+def reason(answer: Any) -> str:
+    """What an error's body says."""
+    said = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
+    return str(said.get("message", said) if isinstance(said, dict) else said)
