@@ -234,6 +234,6 @@ def test_training_a_tied_model_on_a_cpu_is_stopped(searchable, tmp_path):
 def test_the_benchmark_measures_a_server_too():
     work = work_of(prompts=4, shortest=5, longest=40, most=12)
     result = run_engine("3m", torch.float32, "cpu", repeats=1, vllm=Path(PYTHON), work=work)
-    (served,) = (a for a in result.arms if a.name.startswith("vLLM 0"))
-    assert served.tokens_per_second > 0
+    (served,) = (a for a in result.arms if a.name.startswith("vLLM"))
     assert not served.note
+    assert served.tokens_per_second > 0

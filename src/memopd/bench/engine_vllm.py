@@ -52,8 +52,11 @@ def served(model: Any, work: Any, python: Path) -> Iterator[dict[str, Callable[[
 
 def _save(model: Any, folder: Path) -> Any:
     """A checkpoint. Servers want a tokenizer too, and any will do for ids; without an end token none ends early."""
+    import transformers
+
     from memopd.tasks.tokenizer import SMALLEST, train_tokenizer
 
+    transformers.logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer = train_tokenizer(["the the the"], SMALLEST + 1)
     tokenizer.eos_token = None
@@ -67,6 +70,7 @@ def _server(model: str, python: Path, longest: int, dtype: str) -> Iterator[str]
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
+    longest = max(longest, 512)  # the engine's questions to a new server want some room too
     line, environment = command(find_vllm(python), model, "127.0.0.1", port, dtype, ["--max-model-len", str(longest)])
     log = Path(model, "server.log")
     with log.open("w") as lines:
