@@ -151,6 +151,56 @@ def test_pages_of_trained_systems_say_what_their_json_says(name):
     assert wrong_rows(name, page.replace(first, first.replace("1", "2", 1))) != []  # and a wrong digit is noticed
 
 
+# What the tables of the others must say, from their JSON.
+RECORDED = {
+    "state": lambda made: [
+        *(
+            f"| {r['representation']} | {r['p99_logprob']:.3g} | {100 * r['top1']:.2f} | {r['top1_changed']:,} | "
+            f"{100 * r['false_clip']:.2f} |"
+            for r in made["representations"]
+        ),
+        *(
+            f"| {t['when']} | {t['decisions']:,} | {100 * t['top1']:.2f} | {t['top1_changed']:,} | "
+            f"{t['p99_logprob']:.3g} | {t['mean_kl']:.3g} |"
+            for t in made["teacher"]
+        ),
+    ],
+    "corruption": lambda made: [
+        f"| {r['representation']} | {r['p99_logprob']:.3g} | {r['top1_changed']:,} | {100 * r['top1']:.2f} | "
+        f"{100 * r['false_clip']:.2f} |"
+        for r in made["rows"]
+    ],
+    "rules": lambda made: [
+        f"| {rule} | {r['calls']} | {r['decisions']:,} | {r['p99_logprob_error']:.2e} | "
+        f"{r['floor_p99_logprob_error']:.2e} | {100 * r['top1_agreement']:.2f} | {100 * r['false_clip']:.2f} |"
+        for rule, r in made["rules"].items()
+    ],
+    "domain": lambda made: [
+        f"| {made['sampled'] + extra:,} | {extra:,} | {extra / made['sampled']:.2f} |"
+        for extra in (0, made["trajectory_spurious"], made["response_spurious"])
+    ],
+    "packing": lambda made: [
+        f"| {r['shape']} × {r['batch']} | {r['calls']} | {r['decisions']:,} | {base['name']} | "
+        f"{1e3 * base['seconds']:.1f} |"
+        for r in made["results"]
+        for base in r["arms"]
+        if base["name"] == r["baseline"]
+    ],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if (RESULTS / f"{name}.json").exists()])
+def test_pages_of_recorded_trajectories_say_what_their_json_says(name):
+    made, page = json.loads((RESULTS / f"{name}.json").read_text()), (RESULTS / f"{name}.md").read_text()
+    rows = RECORDED[name](made)
+    assert [row for row in rows if row not in page] == []
+    wrong = page.replace(rows[0], re.sub(r"\d", lambda d: str((int(d.group()) + 1) % 10), rows[0], count=1))
+    assert [row for row in rows if row not in wrong] == rows[:1]  # a wrong digit is noticed
+    assert f"`{made['command']}`" in page
+    assert made["date"] in page
+    assert made["passed"] == ("NOT equivalent" not in page)
+
+
 # ---- links
 
 
