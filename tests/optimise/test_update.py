@@ -107,6 +107,17 @@ def test_the_first_ratio_error_can_be_seen():
     assert update(learner, batches, terms, guides, step=0)["first_ratio_error"] == pytest.approx(1 - np.exp(-0.1))
 
 
+def test_epochs_go_over_the_same_packs_again():
+    """In the first nothing has moved; in the second the policy is compared with the one that sampled."""
+    once, first = one_update(configured())
+    twice, second = one_update(configured(**{"optimise.epochs": "2"}))
+    assert first["approx_kl"] == first["clip_fraction"] == first["first_ratio_error"] == 0.0
+    assert second["approx_kl"] > 0
+    assert second["first_ratio_error"] == 0.0
+    assert second["loss_opd"] < first["loss_opd"]  # the mean over both epochs
+    assert not same(once, twice)
+
+
 def test_the_arms_differ_in_the_teachers_states_alone():
     """At λ → 0 aligned and persistent are one run; at λ = 0.1 they are not."""
     tiny = {"teacher.weight": "1e-30"}
