@@ -39,11 +39,13 @@ def write_lexical(folder: Path, passages: Iterable[Passage]) -> tuple[int, dict[
     """The number of passages, the settings, the versions."""
     writer = _writer(folder)
     count = 0
-    for passage in passages:
-        writer.add_document(_document(passage))
-        count += 1
-    writer.commit()
-    writer.wait_merging_threads()
+    try:
+        for passage in passages:
+            writer.add_document(_document(passage))
+            count += 1
+        writer.commit()
+    finally:  # after an error too: its threads must not write into a folder that is about to go
+        writer.wait_merging_threads()
     analysis = "words, lower case, no accents, English stop words and stems"
     settings = {"analysis": analysis, "k1": 1.2, "b": 0.75, "title": _TITLE}  # k1 and b are tantivy's
     return count, settings, {"tantivy": version("tantivy")}
