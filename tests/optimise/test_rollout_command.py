@@ -1,5 +1,7 @@
 """`memopd rollout` with a policy of several calls an episode: reproducible from its seed, killed and gone on with."""
 
+import json
+
 import pytest
 from command import Command, memopd
 from live import policy, world
@@ -72,6 +74,23 @@ def test_a_store_of_other_settings_is_not_gone_on_with(whole):
         line = memopd(*arguments(whole[0], *more)).line()
         assert f"has episodes sampled with {more[0]}" in line
         assert "choose another store" in line
+
+
+def test_what_the_model_cannot_reach_is_said_in_the_words_of_the_command(tmp_path):
+    line = memopd(*arguments(tmp_path / "e", "--max-context", 2000, "--max-tokens", 100)).line()
+    assert "--max-context 2000 and --max-tokens 100 make 2100 positions" in line
+    assert "has 2048: lower one of them" in line
+
+
+def test_top_p_and_top_k_are_for_evaluation(tmp_path):
+    """The likeliest token alone: every seed gives the same answers."""
+    common = ("--model", policy() / "model", "--index", world() / "world" / "index", "--max-tokens", 40,
+              "--max-context", 900, "--limit", 4, "--seeds", 2, "--json")  # fmt: skip
+    ended = memopd("evaluate", world() / "world" / "tasks" / "dev-q1.parquet", *common, "--top-k", 1)
+    assert ended.code == 0, ended.err
+    one, other = json.loads(ended.out)["tasks"][0]
+    assert [{**m, "seconds": 0} for m in one] == [{**m, "seconds": 0} for m in other]
+    assert "top_p" in memopd("evaluate", world() / "world" / "tasks" / "dev-q1.parquet", *common, "--top-p", 1.5).line()
 
 
 def test_progress_shows_rates_on_a_terminal(whole, monkeypatch, capsys):

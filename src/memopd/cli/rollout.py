@@ -70,6 +70,7 @@ def rollout(
     from memopd.record import read_episodes, write_episodes
     from memopd.record.rollout import repeat
     from memopd.tasks.files import read_tasks
+    from memopd.types import Sampling
 
     pairs = list(repeat(read_tasks(tasks)[:limit], samples))
     if output.suffix == ".parquet":
@@ -79,10 +80,10 @@ def rollout(
     pairs = [pair for pair in pairs if pair[0] not in done]
     if done:
         log.info(f"{output}: has {len(done)} episodes already, {len(pairs)} to go")
+    sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     episodes = Run(
-        pairs, index, model, servers, policy, tokenizer, memory, temperature, max_tokens, max_context, batch, seed,
-        dtype, train,
-    ).episodes()  # fmt: skip
+        pairs, index, model, servers, policy, tokenizer, memory, sampling, max_context, batch, seed, dtype, train
+    ).episodes()
     written = sum(write_episodes(output, part) for part in parts(progress(episodes, len(pairs))))
     print(f"{output}: {written + len(done)} episodes")
 
@@ -98,6 +99,8 @@ def evaluate(
     memory: Memory = "mem1",
     limit: Limit = None,
     temperature: Temperature = 1.0,
+    top_p: Annotated[float, typer.Option(help="Of the likeliest tokens, those that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Only so many of the likeliest tokens; 0: all.")] = 0,
     max_tokens: MaxTokens = 1000,
     max_context: MaxContext = 4096,
     batch: Batch = 64,
@@ -112,12 +115,13 @@ def evaluate(
 ) -> None:
     """EM, F1, peak, dependency and time: the columns of the paper's Tables 1 and 2."""
     from memopd.cli.evaluation import evaluate as run
+    from memopd.types import Sampling
 
+    sampling = Sampling(temperature, top_p, top_k, max_tokens)
     results = run(
         tasks,
         lambda pairs, seed: Run(
-            pairs, index, model, servers, policy, tokenizer, memory, temperature, max_tokens, max_context, batch, seed,
-            dtype, train,
+            pairs, index, model, servers, policy, tokenizer, memory, sampling, max_context, batch, seed, dtype, train
         ),
         limit, seeds, grading, name or model or str(policy), f"{'vLLM' if servers else 'local'}, {device_name(policy)}",
         batch, progress,
@@ -182,8 +186,8 @@ class Run:
 
     def __init__(
         self, pairs: list[tuple[str, Any]], index: str, model: str | None, servers: str | None,
-        policy: Policy | None, tokenizer: str | None, memory: str, temperature: float, max_tokens: int,
-        max_context: int, batch: int, seed: int, dtype: Precision, train: Path | None,
+        policy: Policy | None, tokenizer: str | None, memory: str, sampling: Any, max_context: int, batch: int,
+        seed: int, dtype: Precision, train: Path | None,
     ) -> None:  # fmt: skip
         if (model is None) == (policy is None):
             raise ValueError("give --model, or --policy for a scripted one")
@@ -195,16 +199,14 @@ class Run:
         from memopd.agent.memory import memory_rule
         from memopd.record.rollout import codec_of
         from memopd.retrieval import open_index
-        from memopd.types import Sampling
 
         self.pairs = pairs
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or model, trust_remote_code=False)
         self.memory = memory_rule(memory, codec_of(self.tokenizer))
         self.rule = memory
         self.environment = SearchEnvironment(open_index(index), query=self.memory.query)
-        self.sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
-        self.seed, self.batch, self.max_context = seed, batch, max_context
-        self.engine = self._engine(model, servers, policy, dtype, train, max_context + max_tokens)
+        self.sampling, self.seed, self.batch, self.max_context = sampling, seed, batch, max_context
+        self.engine = self._engine(model, servers, policy, dtype, train, max_context + sampling.max_tokens)
 
     def episodes(self) -> Iterator[Any]:
         from memopd.record.rollout import rollout
@@ -237,4 +239,11 @@ class Run:
             return VllmEngine(servers.split(","), self.tokenizer)
         from memopd.engine.local import LocalEngine
 
-        return LocalEngine(load_model(model, dtype), self.tokenizer, slots=self.batch, max_length=max_length)
+        loaded = load_model(model, dtype)
+        reach = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+        if reach and max_length > reach:
+            raise ValueError(
+                f"--max-context {self.max_context} and --max-tokens {self.sampling.max_tokens} make {max_length} "
+                f"positions, {model} has {reach}: lower one of them"
+            )
+        return LocalEngine(loaded, self.tokenizer, slots=self.batch, max_length=max_length)
