@@ -27,22 +27,22 @@ print(
 )
 
 steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-third = max(1, len(steps) // 3)
-begin, end = (sum(s["loss_opd"] for s in part) / third for part in (steps[:third], steps[-third:]))
+last = steps[-1]
 print(
-    f"{len(steps)} updates of {steps[0]['episodes']:.0f} episodes: divergence from the teacher {begin:.3f} over the "
-    f"first {third}, {end:.3f} over the last {third}"
+    f"{len(steps)} updates of {last['episodes']:.0f} episodes: {100 * last['rows_saved']:.0f} % of the rows saved by "
+    f"sharing; sampler and trainer agree to {last['sampler_gap']:.0e} in log p"
 )
 
 before, after = (json.loads((run / "evaluation" / f"{name}.json").read_text()) for name in ("before", "after"))
 a, b = ([Measures(**m) for m in which["tasks"][0][0]] for which in (after, before))
-print(f"{len(a)} dev tasks of two questions, sampled before and after:")
+print(f"{len(a)} dev tasks of two questions, before and after; few updates seldom show more than chance:")
 for metric in ("em", "f1"):
     was, now = (which["results"][0]["metrics"][metric]["mean"] for which in (before, after))
     found = compare(a, b, metric)
-    verdict = "beyond chance" if found.low > 0 or found.high < 0 else "could be chance"
+    verdict = "beyond chance" if found.low > 0 or found.high < 0 else "may be chance"
     print(
         f"  {metric.upper()}  {was:.3f} → {now:.3f} of 2: {found.difference:+.3f}, 95 % interval "
         f"{found.low:+.3f} to {found.high:+.3f}: {verdict}"
     )
-print(f"Curves, tables and every token of the training's episodes: {run / 'report.html'}, in any browser")
+print(f"What longer training does is in README.md. The model: {run / 'model'}")
+print(f"Curves, tables, and episodes token by token: {(run / 'report.html').resolve().as_uri()}")
