@@ -7,6 +7,7 @@ import torch
 from memopd.engine import Request
 from memopd.engine import local as local_module
 from memopd.engine.attention import Span, _plain
+from memopd.engine.fit import length_limit
 from memopd.engine.local import LocalEngine
 from memopd.score import head_of
 from memopd.types import Call, Sampling
@@ -37,9 +38,9 @@ def alone(model, calls):
     return logits.log_softmax(-1).gather(1, sampled_tokens(calls, logits.device)[:, None])[:, 0].cpu()
 
 
-def gap(model, some, slots=64):
+def gap(model, some, slots=64, length=256):
     """(recorded, tolerance): against the calls alone at a higher precision; twice what the calls alone are off by."""
-    made = LocalEngine(model, None, slots=slots, max_length=256).generate(some)
+    made = LocalEngine(model, None, slots=slots, max_length=length).generate(some)
     calls = [Call(r.prompt, c.tokens, c.logprobs) for r, c in zip(some, made, strict=True)]
     exact = alone(at_precision(model, MORE_PRECISE[model.dtype]), calls)
     recorded = torch.as_tensor(np.concatenate([c.logprobs for c in calls]))
@@ -50,7 +51,10 @@ def gap(model, some, slots=64):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv", "d"), [(6, 2, 32), (28, 4, 128), (4, 4, 80)])
 def test_kernel(heads, kv, d, dtype):
-    """At most twice the error of plain products at the same precision, against float64."""
+    """At most twice the error of plain products at the same precision, against float64.
+
+    Or what a running sum over the keys rounds by: the kernel adds blocks one after the other, a plain product pairwise.
+    """
     from memopd.engine.kernel import tiles_of
 
     torch.manual_seed(0)
@@ -67,7 +71,8 @@ def test_kernel(heads, kv, d, dtype):
             rest = (s.position, d**-0.5, None, None, None)
             exact = _plain(query[rows].double(), *(x.double() for x in past), *rest)
             floor = (_plain(query[rows], *past, *rest).double() - exact).norm()
-            assert (out[rows].double() - exact).norm() <= 2 * floor + 1e-7 * exact.norm()
+            running = torch.finfo(torch.float32).eps * s.length**0.5 * exact.norm()
+            assert (out[rows].double() - exact).norm() <= 2 * floor + running
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -85,7 +90,10 @@ def test_recorded_log_probabilities_in_bfloat16():
     "family", [f for f in FAMILIES if f.startswith(("mistral", "gemma2", "gpt-oss", "phi3 (long"))]
 )
 def test_layers_that_only_plain_products_serve(family):
-    recorded, tolerance = gap(tiny_model(family).to(CUDA), requests(20), slots=8)
+    model = tiny_model(family).to(CUDA)
+    length = length_limit(model, None)  # longrope turns its positions otherwise further on
+    fitting = [r for r in requests(20) if len(r.prompt) < length]
+    recorded, tolerance = gap(model, fitting, slots=8, length=min(256, length))
     assert recorded <= tolerance
 
 
