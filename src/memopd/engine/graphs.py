@@ -19,7 +19,7 @@ from memopd.engine.cache import Cache
 from memopd.engine.kernel import Tiles
 from memopd.engine.sampler import draw
 
-STEPS = 8  # between two looks of the host
+STEPS = 16  # between two looks of the host, at most
 ALL = 2**31  # more tokens than any vocabulary has
 
 

@@ -382,7 +382,8 @@ class LocalEngine:
         """A few steps of everyone who runs, without the host looking in between."""
         from memopd.engine.graphs import STEPS, NotCaptured, Row
 
-        steps = min(STEPS, max(s.limit - len(s.tokens) for s in self._running))
+        most = STEPS // 2 if self._waiting else STEPS  # a place that gets free is wanted soon
+        steps = min(most, max(s.limit - len(s.tokens) for s in self._running))
         rows = []
         for s in self._running:
             kind, done = s.request.sampling, len(s.tokens)
