@@ -44,5 +44,5 @@ def _draw(rows: Sequence[Row], output: Path) -> None:
     for axis, (title, values) in zip(axes, panels, strict=True):
         axis.bar(names, values, color=["tab:blue", *["tab:red"] * (len(rows) - 1)])
         axis.set_title(title)
-        axis.tick_params(axis="x", rotation=25)
+        axis.set_xticks(range(len(names)), names, rotation=25, ha="right")
     save(figure, output)
