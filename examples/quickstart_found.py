@@ -27,11 +27,12 @@ print(
 )
 
 steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-last = steps[-1]
+first, last = steps[0], steps[-1]
 print(
     f"{len(steps)} updates of {last['episodes']:.0f} episodes: {100 * last['rows_saved']:.0f} % of the rows saved by "
     f"sharing; sampler and trainer agree to {last['sampler_gap']:.0e} in log p"
 )
+print(f"  divergence from the teacher, in the states of the calls: {first['loss_opd']:.3f} → {last['loss_opd']:.3f}")
 
 before, after = (json.loads((run / "evaluation" / f"{name}.json").read_text()) for name in ("before", "after"))
 a, b = ([Measures(**m) for m in which["tasks"][0][0]] for which in (after, before))
