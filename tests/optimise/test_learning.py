@@ -161,7 +161,7 @@ def write_result(runs: list[Path], file: Path) -> list[tuple[float, float]]:
         "command": "pytest -m slow tests/optimise/test_learning.py",
         "machine": f"CPU, {platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}",
         "what": f"configs/world.toml, from an unsettled student: {UPDATES} updates of {o.tasks} tasks x {o.samples} "
-        f"episodes of two questions; mean reward of the last {EACH} updates less the first {EACH}; standard errors over tasks",
+        f"episodes of two questions; mean reward of the last {EACH} updates less the first {EACH}; errors over tasks",
         "gain": round(mean, 4),
         "standard_error": round(error, 4),
         "seeds": found,
