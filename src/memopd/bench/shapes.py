@@ -30,6 +30,7 @@ SHAPES = {
     "q8": Shape(calls=8, trajectories=2, q=500, x=300, a=120),
     "q16": Shape(calls=16, trajectories=1, q=700, x=350, a=150),
 }
+NAMES = (*SHAPES, "audit", "append")
 
 
 def episodes_of(name: str, batch: int = 1, seed: int = 0) -> list[Episode]:
@@ -40,7 +41,7 @@ def episodes_of(name: str, batch: int = 1, seed: int = 0) -> list[Episode]:
     if name == "append":
         return [_append_only(rng, f"e{i}", calls=16, q=700, o=350, a=150) for i in range(batch)]
     if name not in SHAPES:
-        raise ValueError(f"unknown shape {name!r}: choose from {', '.join([*SHAPES, 'audit', 'append'])}")
+        raise ValueError(f"unknown shape {name!r}: choose from {', '.join(NAMES)}")
     shape = SHAPES[name]
     shape = replace(shape, trajectories=batch * shape.trajectories)
     return [rewriting(rng, f"e{i}", shape) for i in range(shape.trajectories)]

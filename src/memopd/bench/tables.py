@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from memopd.bench.attention import AttentionResult
 from memopd.bench.engine import EngineArm, EngineResult
 from memopd.bench.head import HeadArm, HeadResult
 from memopd.bench.rce import RceResult
+from memopd.bench.recorded import read_lines
 from memopd.bench.retrieval import RetrievalResult
 from memopd.bench.retrieval_growth import GrowthResult
 from memopd.bench.service_tables import engine_table, growth_table, retrieval_table, update_table
@@ -27,10 +27,10 @@ from memopd.verify import EquivalenceReport, GradientReport
 def load(path: Path) -> list[Any]:
     """Results that a benchmark wrote with --json, one a line."""
     results = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, values in enumerate(read_lines(path), 1):
         try:
-            results.append(_result(json.loads(line, parse_constant=lambda _: float("nan"))))
-        except (KeyError, TypeError, ValueError) as why:
+            results.append(_result(values))
+        except (KeyError, StopIteration, TypeError) as why:
             raise ValueError(f"{path}: line {number}: not a result of memopd bench ({why!r})") from None
     return results
 

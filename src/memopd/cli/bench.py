@@ -1,4 +1,6 @@
-"""`memopd bench ...`: every claim about speed has a command here."""
+"""`memopd bench ...`: every claim about speed has a command here.
+
+What was asked for is looked at before torch is imported: a mistake is answered at once."""
 
 from __future__ import annotations
 
@@ -9,12 +11,21 @@ from typing import Annotated, Any
 
 import typer
 
-from memopd.cli.options import Json, Precision, device, load_model, numbers, out, plain, track
+from memopd.cli.options import Attention, Json, Precision, device, load_model, numbers, out, plain, track
 
 app = typer.Typer(help="Measure: every claim about speed has a command here.", no_args_is_help=True)
 
 Plot = Annotated[Path | None, typer.Option(help="Also draw, to this file.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions; the median counts.")]
+
+
+def chosen(text: str, what: str, known: Iterable[str]) -> list[str]:
+    """The names in a comma-separated list."""
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}: choose from {', '.join(known)}")
+    return names
 
 
 def report(results: Iterable[Any], as_json: bool, plot_to: Path | None = None, **setting: Any) -> list[Any]:
@@ -45,6 +56,10 @@ def bench_show(
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a document.")] = False,
 ) -> None:
     """Recorded results as tables, and as a plot."""
+    from memopd.bench.recorded import read_lines
+
+    read_lines(results)
+
     from memopd.bench.table import markdown as as_markdown
     from memopd.bench.tables import load, tables_of
     from memopd.bench.tables import plot as draw_plot
@@ -91,12 +106,19 @@ def bench_actor(
     as_json: Json = False,
 ) -> None:
     """Forward and backward of an actor over the same calls: independent, merged, packed."""
+    from memopd.bench.shapes import MODELS, NAMES, episodes_of, random_model
+    from memopd.record import read_episodes
+
+    if episodes is not None:
+        work = [(episodes.name, 1, list(read_episodes(episodes)))]
+    else:
+        named, times = chosen(shapes, "shape", NAMES), numbers(batches)
+        work = [(s, b, episodes_of(s, b)) for b in times for s in named]
+
     import torch
 
     from memopd.bench.actor import compile_layers, run_actor
-    from memopd.bench.shapes import MODELS, episodes_of, random_model
     from memopd.bench.timing import matmul_peak
-    from memopd.record import read_episodes
 
     kind = getattr(torch, dtype)
     policy = random_model(model, kind, device()) if model in MODELS else load_model(model, dtype)
@@ -104,10 +126,6 @@ def bench_actor(
     if compiled:
         compile_layers(policy)
     peak = matmul_peak(kind, device())
-    if episodes is not None:
-        work = [(episodes.name, 1, list(read_episodes(episodes)))]
-    else:
-        work = [(s, b, episodes_of(s, b)) for b in numbers(batches) for s in shapes.split(",")]
     runs = (run_actor(policy, e, name, batch, peak, repeats, compiled) for name, batch, e in track("actor", work))
     tflops = round(peak / 1e12, 1)
     report(runs, as_json, plot, model=model, dtype=dtype, compiled=compiled, matmul_tflops=tflops)
@@ -124,13 +142,14 @@ def bench_head(
     as_json: Json = False,
 ) -> None:
     """log p, entropy and reverse KL over the full vocabulary, forward and backward."""
+    pairs = [tuple(numbers(pair, ":")) for pair in widths.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"--widths takes student:teacher pairs such as 2048:3584, got {widths!r}")
+
     import torch
 
     from memopd.bench.head import run_head
 
-    pairs = [tuple(numbers(pair, ":")) for pair in widths.split(",")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"--widths takes student:teacher pairs such as 2048:3584, got {widths!r}")
     kind = getattr(torch, dtype)
     arms = (run_head(decisions, vocabulary, s, t, kind, device(), repeats) for s, t in track("head", pairs))
     report(arms, as_json, plot, dtype=dtype)
@@ -147,11 +166,12 @@ def bench_attention(
     as_json: Json = False,
 ) -> None:
     """The kernels alone, on tries of several depths and sizes."""
+    sizes = [numbers(values) for values in (rows, depths, calls)]
+
     import torch
 
     from memopd.bench.attention import sweep
 
-    sizes = [numbers(values) for values in (rows, depths, calls)]
     kernels = track("attention", sweep(*sizes, getattr(torch, dtype), device(), repeats))
     report(kernels, as_json, plot, dtype=dtype)
 
@@ -166,15 +186,18 @@ def bench_rce(
     as_json: Json = False,
 ) -> None:
     """Packed logits and gradients against every call alone. Exit status 1 when a check does not pass."""
+    from memopd.bench.shapes import MODELS, NAMES
+
+    chosen(model, "model shape", MODELS)
+    precisions, named = chosen(dtypes, "precision", list(Precision)), chosen(shapes, "shape", NAMES)
+    kernels = chosen(attentions, "attention", list(Attention))
+
     import torch
 
     from memopd.bench.rce import run_rce
 
-    precisions = [Precision(d) for d in dtypes.split(",")]
-    work = track("rce", [(d, s) for d in precisions for s in shapes.split(",")])
-    checks = (
-        r for d, s in work for r in run_rce(model, s, getattr(torch, d), attentions.split(","), device(), gradients)
-    )
+    work = track("rce", [(d, s) for d in precisions for s in named])
+    checks = (r for d, s in work for r in run_rce(model, s, getattr(torch, d), kernels, device(), gradients))
     results = report(checks, as_json, model=model)
     ok = all(r.logits.passed and (r.gradients is None or r.gradients.passed) for r in results)
     raise typer.Exit(0 if ok else 1)
@@ -235,6 +258,10 @@ def bench_update(
     as_json: Json = False,
 ) -> None:
     """One whole update (score, PPO, distillation): packed, and with every call in rows of its own."""
+    from memopd.bench.shapes import MODELS
+
+    chosen(f"{student},{teacher}", "model shape", MODELS)
+
     from memopd.bench.update import run_update
 
     report(run_update(student, teacher, device(), batch, dtype), as_json, dtype=dtype)
