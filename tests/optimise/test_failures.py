@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -112,9 +113,14 @@ def run_out_of_memory() -> None:
 
 
 def run_out_of_address_space() -> None:
+    kept = []
+
     def disturb(learner):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), used + (2 << 20)))
+        with suppress(RuntimeError):  # what the first step freed is still there and could do for the second
+            while True:
+                kept.append(torch.empty(4 << 20, dtype=torch.uint8))
 
     in_the_second_step(disturb)
 

@@ -58,7 +58,8 @@ def test_killed_and_gone_on_with(whole, tmp_path):
     found = []
     for share in (0.6, 0.8):
         Command(*arguments(tmp_path / "e"), before=small_parts).kill_at(share * seconds)
-        found.append(len(sampled(tmp_path / "e")) if (tmp_path / "e").exists() else 0)
+        there = any((tmp_path / "e").glob("*.parquet"))  # killed early, it left nothing or an empty folder
+        found.append(len(sampled(tmp_path / "e")) if there else 0)
     ended = memopd(*arguments(tmp_path / "e"))
     assert ended.code == 0, ended.err
     print(f"{found} episodes after each death")
