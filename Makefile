@@ -18,8 +18,10 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	@sh examples/quickstart.sh
 
+# A worker for every core, each with whole files; then, one by one, what must not run beside others.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not alone'
+	$(BIN)/python -m pytest -m 'alone and not slow' $$(grep -rl --include='*.py' mark.alone tests)
 
 # Minutes to an hour. Its dated results are committed.
 test-slow: SHELL := /bin/bash

@@ -62,6 +62,7 @@ def one_line(text: str) -> str:
 # ---- quick --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arguments", [["--help"], ["audit", "--help"], ["draw", "--help"], ["import", "--help"]])
 def test_help_answers_at_once(arguments):
     seconds = []

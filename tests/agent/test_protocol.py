@@ -50,6 +50,7 @@ def test_on_the_last_turn_only_an_answer_counts():
     assert read_action("<search>q</search><answer>x</answer>", last=True) == Action(ANSWER, "x")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("flood", ["<search>", "<search>a</search", "<answer>x;", "x"])
 def test_ten_megabytes_take_no_time(flood):
     text = flood * (10_000_000 // len(flood))

@@ -8,11 +8,13 @@ import sys
 import numpy as np
 import pytest
 from calls import mem1_calls
+from typer.testing import CliRunner
 
 from memopd.bench.attention import thin_trie, trie_of
 from memopd.bench.shapes import episodes_of, independent, merged_rows
 from memopd.bench.table import markdown
 from memopd.bench.tables import load, plot, tables_of
+from memopd.cli import app
 from memopd.compile import compile_calls
 from memopd.record import write_episodes
 from memopd.types import Call, Episode
@@ -25,6 +27,14 @@ def bench(*arguments):
     )
 
 
+def bench_here(*arguments):
+    """Without the seconds that a process takes to import torch."""
+    done = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+@pytest.mark.alone
 def test_the_compiler_is_fast_linear_and_small():
     """4,096 calls of about 1,000 tokens, and ten times as many."""
     for _ in range(3):  # a machine busy with other work gets another chance: it slows either half at random
@@ -70,8 +80,8 @@ def test_tries_have_the_depth_and_leaves_asked_for():
 
 def test_results_read_back_as_tables_and_plots(tmp_path):
     results = tmp_path / "r.jsonl"
-    done = bench("attention", "--rows", "256", "--depths", "2", "--calls", "4", "--dtype", "float32", "--json")
-    results.write_text(done.stdout)
+    sizes = ("--rows", "256", "--depths", "2", "--calls", "4", "--dtype", "float32")
+    results.write_text(bench_here("attention", *sizes, "--repeats", "1", "--json"))
     loaded = load(results)
     assert {r.kernel for r in loaded} == {"dense", "flex", "cascade, levels", "cascade, paths"}
     assert all(math.isnan(r.seconds) for r in loaded if r.kernel == "flex")  # null: not measured on a CPU
@@ -84,8 +94,8 @@ def test_results_read_back_as_tables_and_plots(tmp_path):
 def test_an_actor_benchmark_on_recorded_episodes(tmp_path):
     helper = Call([1, 2], [3], trainable=False)
     write_episodes(tmp_path / "e.parquet", [Episode("e", "t", [helper, *mem1_calls(0)])])
-    done = bench("actor", "--model", "tiny", "--episodes", str(tmp_path / "e.parquet"), "--dtype", "float32", "--json")
-    result = json.loads(done.stdout)
+    what = ("--model", "tiny", "--episodes", str(tmp_path / "e.parquet"), "--dtype", "float32")
+    result = json.loads(bench_here("actor", *what, "--repeats", "1", "--json"))
     arms = {a["name"]: a for a in result["arms"]}
     assert arms["packed, cascade"]["rows"] < arms["independent, varlen flash"]["rows"]
     assert "CPU" in arms["packed, flex"]["note"]

@@ -12,7 +12,9 @@ from tempfile import TemporaryDirectory
 os.environ["OMP_NUM_THREADS"] = "1"  # before the server starts, which hands it on
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["memopd.cli", "memopd.optimise.train", "memopd.optimise.sft", "memopd.engine.local"])
+OURS = ["memopd.cli", "memopd.optimise.train", "memopd.optimise.sft", "memopd.engine.local"]
+THEIRS = ["torch.utils.tensorboard", "transformers.models.qwen2.modeling_qwen2", "pydantic", "pyarrow.compute"]
+SERVER.set_forkserver_preload([*OURS, *THEIRS])
 
 
 @dataclass(frozen=True)

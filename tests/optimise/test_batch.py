@@ -152,6 +152,7 @@ def test_thinking_ends_with_the_token_that_closes_it():
     ]
 
 
+@pytest.mark.alone
 def test_time_grows_with_the_episodes_not_with_their_square():
     """Ten times the episodes take about ten times as long, never a hundred."""
     few = [replace(e, id=f"{e.id}-{n}") for n in range(2) for e in recorded(episodes=16)]

@@ -54,6 +54,11 @@ CLASSES = [
 KERNELS = ["dense", pytest.param("cascade", marks=pytest.mark.slow)]
 
 
+def steps_of(change: str) -> int:
+    """What is wrong on purpose must show in the first update already."""
+    return 1 if change else STEPS
+
+
 @cache
 def run_of(arm: str, kernel: str, change: str) -> Path:
     """The run directory; the gradients lie beside it."""
@@ -61,6 +66,7 @@ def run_of(arm: str, kernel: str, change: str) -> Path:
     output = folder / "runs" / f"{arm} {kernel} {change}".strip().replace(" ", "-")
     kept = output.with_name(f"{output.name}-gradients")
     settings = ("--output", str(output), "--model.attention", kernel, "--optimise.max_grad_norm", "1000", *ARMS[arm])
+    settings = (*settings, "--optimise.steps", str(steps_of(change)))
     arguments = [a.format(folder=folder) for a in ("train", "{folder}/config.toml", *settings)]
     if arm == "two ranks" and not change:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -78,9 +84,9 @@ def learnt(arm: str, kernel: str, change: str) -> dict[str, dict[str, torch.Tens
     """The gradients of every update and the weights at the end, of actor and critic."""
     output = run_of(arm, kernel, change)
     steps = gradients.read(output.with_name(f"{output.name}-gradients"))
-    assert len(steps) == 2 * STEPS
+    assert len(steps) == 2 * steps_of(change)
     found = {f"{('actor', 'critic')[i % 2]}'s gradient of update {i // 2 + 1}": g for i, g in enumerate(steps)}
-    last = output / "checkpoints" / f"step-{STEPS:06d}"
+    last = output / "checkpoints" / f"step-{steps_of(change):06d}"
     return found | {f"{model}'s weights": read_whole(last, model) for model in ("student", "critic")}
 
 
