@@ -29,7 +29,7 @@ do_ memopd rollout "$world/tasks/dev-q2.parquet" --limit 24 --model models/stude
 say "3/6 The audit: what a trainer that flattens these calls would compute, and what packing them computes"
 do_ memopd audit "$here/episodes" --model models/student -o "$here/audit.json"
 
-say "4/6 A few updates of MemOPD, from the shipped teacher"
+say "4/6 A few updates of MemOPD with the shipped teacher; one step each, so that KL to the sampling policy and clip are 0"
 do_ memopd train configs/quickstart.toml --output "$run"
 
 say "5/6 The same 128 dev tasks before and after"

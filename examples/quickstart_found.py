@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from memopd.evaluate import Measures, compare
 
@@ -18,8 +19,8 @@ print(
 for name, representation in (("flattened", "persistent history"), ("packed", "reconstructed packing")):
     row = rows[representation]
     print(
-        f"  {name:<9} p99 |Δlog p| {row['p99_logprob']:.2g}; PPO would clip {100 * row['false_clip']:.2f} % of them "
-        "though the policy has not changed"
+        f"  {name:<9} one token in a hundred is off by {row['p99_logprob']:.2g} or more in log p; PPO would clip "
+        f"{100 * row['false_clip']:.2f} % of all, though the policy has not changed"
     )
 print(
     f"  packing is {'' if equal['passed'] else 'NOT '}equivalent to the calls run alone, "
@@ -27,12 +28,12 @@ print(
 )
 
 steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-first, last = steps[0], steps[-1]
+saved, gap, divergence = (fmean(s[name] for s in steps) for name in ("rows_saved", "sampler_gap", "loss_opd"))
 print(
-    f"{len(steps)} updates of {last['episodes']:.0f} episodes: {100 * last['rows_saved']:.0f} % of the rows saved by "
-    f"sharing; sampler and trainer agree to {last['sampler_gap']:.0e} in log p"
+    f"{len(steps)} updates of {steps[-1]['episodes']:.0f} episodes: {100 * saved:.0f} % of the rows saved by sharing; "
+    f"sampler and trainer agree to {gap:.0e} in log p"
 )
-print(f"  divergence from the teacher, in the states of the calls: {first['loss_opd']:.3f} → {last['loss_opd']:.3f}")
+print(f"  divergence from the teacher, in the states of the calls: {divergence:.3f} a token")
 
 before, after = (json.loads((run / "evaluation" / f"{name}.json").read_text()) for name in ("before", "after"))
 a, b = ([Measures(**m) for m in which["tasks"][0][0]] for which in (after, before))
