@@ -90,6 +90,7 @@ def serving(model: Path, port: int | None = None, *rest: str):
     log = model.parent / f"server-{port}-{time.time():.0f}.log"
     arguments = [str(model), "--port", str(port), "--dtype", "float32", "--python", PYTHON, "--", "--enforce-eager"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a server is four processes: the first compiles vLLM for all
     with log.open("w") as lines:
         process = subprocess.Popen(
             [sys.executable, "-c", VERB, *arguments, *rest],
