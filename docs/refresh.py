@@ -129,6 +129,22 @@ def actor() -> str:
     return markdown_table(columns, rows)
 
 
+def learning() -> str:
+    """Twenty updates on a CPU."""
+    found = read("learning")
+    mean = [f"{sum(part) / len(part):.2f}" for s in found["seeds"] for part in (s["reward"][:5], s["reward"][-5:])]
+    rows = [
+        [str(s["seed"]), mean[2 * i], mean[2 * i + 1], f"{s['gain']:+.2f} ± {s['standard_error']:.2f}",
+         f"{s['teacher_kl'][0]:.2f} → {s['teacher_kl'][-1]:.2f}"]
+        for i, s in enumerate(found["seeds"])
+    ]  # fmt: skip
+    columns = ["seed", "reward, first five updates", "last five", "gain", "divergence from the teacher"]
+    return (
+        f"{markdown_table(columns, rows)}\n\nTogether {found['gain']:+.2f} ± {found['standard_error']:.2f}. "
+        f"{found['what'][0].upper()}{found['what'][1:]}. `{found['command']}`, {found['date']}, {found['machine']}."
+    )
+
+
 def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
@@ -145,7 +161,7 @@ def refreshed(text: str) -> str:
     return BLOCK.sub(made, text)
 
 
-BLOCKS = {f.__name__: f for f in (state, quality, claims, actor)}
+BLOCKS = {f.__name__: f for f in (state, quality, claims, actor, learning)}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 if __name__ == "__main__":
