@@ -141,7 +141,7 @@ def learning() -> str:
     columns = ["seed", "reward, first five updates", "last five", "gain", "divergence from the teacher"]
     return (
         f"{markdown_table(columns, rows)}\n\nTogether {found['gain']:+.2f} ± {found['standard_error']:.2f}. "
-        f"{found['what'][0].upper()}{found['what'][1:]}. `{found['command']}`, {found['date']}, {found['machine']}."
+        f"By {found['what']}. `{found['command']}`, {found['date']}, {found['machine']}."
     )
 
 
