@@ -117,7 +117,6 @@ def test_agents_of_the_official_client_give_episodes_that_compile_and_are_equiva
         for before, after in pairwise(turns):
             path = [*before.prompt, *before.completion]
             spliced += after.prompt[: len(path)].tolist() == path
-    print(spliced)
     assert spliced >= 6  # of 9: a random model's half characters and special tokens cannot come back as text
     ids = episodes["raw"].calls
     assert ids[2].prompt.tolist() == [*ids[1].prompt, *ids[1].completion]
