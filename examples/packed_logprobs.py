@@ -5,6 +5,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import memopd
 
+torch.manual_seed(0)
 config = LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 model = AutoModelForCausalLM.from_config(config)  # any causal LM: from_pretrained("Qwen/Qwen2.5-3B"), ...
 optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
