@@ -66,8 +66,12 @@ SHOWN = {
 
 def say(step: int, steps: int, metrics: dict[str, Any]) -> None:
     if ranks.rank() == 0:
-        shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics]
+        shown = [f"{name} {_short(metrics[key])}" for key, name in SHOWN.items() if key in metrics]
         log.info("  ".join([f"step {step + 1}/{steps}", *shown]))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def warn_left_out(reasons: list[str]) -> None:

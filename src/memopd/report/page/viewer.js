@@ -152,7 +152,7 @@ class Viewer {
   ramp() {
     const name = this.state.colour, most = number(this.scale, 2);
     const [left, right] = name === "advantage" ? [`−${most}`, `+${most}`] : name === "logp" ? ["0", `−${most}`] : ["0", most];
-    return el("div", { class: "ramp" }, left, el("i", { class: name }), right);
+    return el("div", { class: "ramp" }, left, el("i", { class: name }), `${right} and beyond`);
   }
 
   // All sampled tokens of the episode, a bar each.
