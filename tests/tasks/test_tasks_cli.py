@@ -74,6 +74,20 @@ def test_too_few_questions_are_no_task(tmp_path):
     assert "not one task: no data set has 8 questions" in str(done.exception)
 
 
+def test_questions_of_one_kind(tmp_path):
+    rows = [{"id": str(i), "question": f"who is {i}", "golden_answers": ["x"], "metadata": {}} for i in range(6)]
+    for row in rows:
+        row["metadata"] = {"type": "bridge" if int(str(row["id"])) % 2 else "comparison"}
+    path = tmp_path / "hotpotqa.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = memopd_tasks("build", path, "--kind", "bridge", "-k", 3, "-o", tmp_path / "t.parquet")
+    assert done.exit_code == 0, done.output
+    (task,) = read_tasks(tmp_path / "t.parquet")
+    assert [q.id for q in task.questions] == ["1", "3", "5"]
+    done = memopd_tasks("build", path, "--kind", "bridges", "-o", tmp_path / "t.parquet")
+    assert "no data set has 2 questions of kind 'bridges'" in str(done.exception)
+
+
 @pytest.mark.parametrize("name", ["nq.jsonl", "t.parquet"])
 def test_show(tmp_path, name):
     path = questions(tmp_path / "nq.jsonl", 4)

@@ -25,6 +25,7 @@ def build(
     ] = None,
     skip_bad: SkipBad = False,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many tasks of each data set.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only questions of this kind, as `show` names them.")] = None,
 ) -> None:
     """Group consecutive questions of each data set by k, with MEM1's prompt, in Search-R1's and verl's schema."""
     if source and len(source) != len(questions):
@@ -40,12 +41,15 @@ def build(
     for i, path in enumerate(questions):
         data_sets: dict[str, list[Question]] = {}  # one file may hold several; a task never mixes them
         for read in read_tasks(path, skip_bad):
-            data_sets.setdefault(source[i] if source else read.source, []).extend(read.questions)
+            data_sets.setdefault(source[i] if source else read.source, []).extend(
+                q for q in read.questions if kind in (None, q.kind)
+            )
         for name, asked in data_sets.items():
             tasks += group(asked, k, name)[:limit]
             left_over += len(asked) % k
     if not tasks:
-        raise ValueError(f"{', '.join(questions)}: not one task: no data set has {k} questions")
+        of_kind = f" of kind {kind!r}" if kind else ""
+        raise ValueError(f"{', '.join(questions)}: not one task: no data set has {k} questions{of_kind}")
     write_tasks(output, tasks, user_message)
     counts = ", ".join(f"{count} of {name}" for name, count in Counter(task.source for task in tasks).items())
     print(f"{output}: {len(tasks)} tasks of {k} questions ({counts}); {left_over} questions left over")
