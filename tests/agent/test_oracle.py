@@ -63,6 +63,20 @@ def test_oracle_believes_only_what_it_read(small):
     assert [e.reward for e in episodes] == [0.0] * 5
 
 
+def test_a_careless_oracle_keeps_to_the_protocol_and_is_wrong_as_often_as_it_should_be(small):
+    pairs = list(repeat(tasks(small.world, 8, "train")[:40]))
+    memory = memory_rule("mem1", codec_of(small.tokenizer))
+    oracle = Oracle(pairs, small.tokenizer, misreads=0.25)
+    environment = SearchEnvironment(small.index, query=memory.query)
+    episodes = list(rollout(oracle, environment, memory, small.tokenizer, pairs, Sampling(), 0, 64, 8192, "mem1"))
+    asked = [q for _, task in pairs for q in task.questions]
+    expected = sum(0.75 ** len(q.steps) for q in asked)  # a fact for every step, each read right three times in four
+    right, spread = sum(e.reward for e in episodes), np.sqrt(len(asked) / 4)
+    assert abs(right - expected) < 3 * spread
+    decode = codec_of(small.tokenizer).decode
+    assert all(len(decode(e.calls[-1].completion).split("<answer>")[1].split("; ")) == 8 for e in episodes)
+
+
 def test_oracle_needs_steps(small):
     task = Task("t", (Question("q", "Who?", ("Ann",)),))
     with pytest.raises(ValueError, match="does not know how to find question 'q'"):

@@ -19,6 +19,7 @@ from memopd.engine.protocol import Completion, Request
 from memopd.tasks import Question, Task
 from memopd.types import StopReason
 
+CARELESS = 0.25  # how often a careless oracle misreads what it found
 TRIES = 2  # searches for one fact before giving it up
 
 OPENINGS = ("", "", "", "Known so far. ", "Summary. ", "Notes. ")
@@ -50,11 +51,16 @@ class _Notes:
 
 
 class Oracle:
-    """Solves tasks whose questions say how (`Question.steps`), by MEM1's protocol, under any memory rule."""
+    """Solves tasks whose questions say how (`Question.steps`), by MEM1's protocol, under any memory rule.
 
-    def __init__(self, tasks: Iterable[tuple[str, Task]], tokenizer: Any, seed: int = 0) -> None:
+    Where `misreads` is above 0 it takes, so often, the title of some document in front of it for the answer, and goes on
+    to the next question: a demonstrator that keeps to the protocol and is wrong.
+    """
+
+    def __init__(self, tasks: Iterable[tuple[str, Task]], tokenizer: Any, seed: int = 0, misreads: float = 0.0) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
+        self.misreads = misreads
         self.tasks = dict(tasks)
         self.notes: dict[str, _Notes] = {}
 
@@ -85,7 +91,9 @@ class Oracle:
         question = notes.question
         assert question is not None
         step = question.steps[notes.step]
-        if any(title == step.title for title, _ in documents):
+        if self.misreads and documents and notes.random.random() < self.misreads:
+            notes.answer(notes.random.choice(documents)[0])
+        elif any(title == step.title for title, _ in documents):
             notes.facts.append(step.fact)
             notes.step, notes.tries = notes.step + 1, 0
             if notes.step == len(question.steps):

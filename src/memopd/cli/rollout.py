@@ -22,6 +22,7 @@ PART, PART_SECONDS = 256, 60.0  # episodes appear in the store so many at once, 
 
 class Policy(StrEnum):
     oracle = "oracle"
+    careless = "careless"  # an oracle that misreads every fourth document
     guess = "guess"
 
 
@@ -224,11 +225,13 @@ class Run:
         self, model: str | None, servers: str | None, policy: Policy | None, dtype: Precision, train: Path | None,
         max_length: int,
     ) -> Any:  # fmt: skip
-        from memopd.agent.oracle import Guesser, Oracle
+        from memopd.agent.oracle import CARELESS, Guesser, Oracle
         from memopd.tasks.files import read_tasks
 
         if policy is Policy.oracle:
             return Oracle(self.pairs, self.tokenizer, self.seed)
+        if policy is Policy.careless:
+            return Oracle(self.pairs, self.tokenizer, self.seed, CARELESS)
         if policy is Policy.guess:
             known = [q for task in read_tasks(train) for q in task.questions] if train else []
             return Guesser(self.pairs, self.tokenizer, known)
