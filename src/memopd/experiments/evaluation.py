@@ -46,7 +46,7 @@ def read_plan(path: Path) -> Plan:
 
 def measured_with(part: Part, settings: Evaluation) -> dict[str, Any]:
     """What a result depends on besides the weights; a file made otherwise does not count."""
-    names = ("limit", "temperature", "max_tokens", "max_context", "batch", "dtype", "grading")
+    names = ("limit", "samples", "temperature", "max_tokens", "max_context", "batch", "dtype", "grading")
     return {"memory": part.memory, "tasks": part.tasks} | {name: getattr(settings, name) for name in names}
 
 
@@ -121,7 +121,16 @@ def _measure(part: Part, s: Evaluation, engine: Any, tokenizer: Any, index: Any)
     environment = SearchEnvironment(index, grading=s.grading, query=memory.query)  # type: ignore[arg-type]
     sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
     episodes = rollout(
-        engine, environment, memory, tokenizer, repeat(tasks), sampling, part.seed, s.batch, s.max_context, part.memory
+        engine,
+        environment,
+        memory,
+        tokenizer,
+        repeat(tasks, s.samples),
+        sampling,
+        part.seed,
+        s.batch,
+        s.max_context,
+        part.memory,
     )
     return measure_all(episodes, tasks, codec.decode, s.grading)  # type: ignore[arg-type]
 

@@ -24,6 +24,7 @@ class Evaluation:
     tasks: str = "runs/world/tasks/{split}-q{k}.parquet"
     index: str = "runs/world/index"
     limit: int = 0  # tasks of a horizon; 0: all
+    samples: int = 1  # episodes of a task and seed: their mean counts
     temperature: float = 1.0
     max_tokens: int = 128
     max_context: int = 8192

@@ -78,7 +78,8 @@ function evaluation(data) {
     const head = ["system", "EM ↑", "F1 ↑", "answered", "calls", "peak ↓", "dependency ↓", "time ↓ s"];
     const rows = lines.map((line) => {
       const m = line.metrics;
-      const name = [many ? `${line.run} · ${line.name}` : line.name, el("small", { class: "below" }, line.system)];
+      const name = [many ? `${line.run} · ${line.name}` : line.name,
+        line.system === line.name ? "" : el("small", { class: "below" }, line.system)];
       const cells = [el("span", {}, name), interval(m.em), interval(m.f1), m.valid ? `${Math.round(100 * m.valid[0])} %` : "–",
         m.calls ? number(m.calls[0]) : "–", interval(m.peak, 4), m.dependency ? number(m.dependency[0]) : "–",
         m.seconds ? number(m.seconds[0]) : "–"];
