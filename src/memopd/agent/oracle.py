@@ -53,8 +53,8 @@ class _Notes:
 class Oracle:
     """Solves tasks whose questions say how (`Question.steps`), by MEM1's protocol, under any memory rule.
 
-    Where `misreads` is above 0 it takes, so often, the title of some document in front of it for the answer, and goes on
-    to the next question: a demonstrator that keeps to the protocol and is wrong.
+    Where `misreads` is above 0 it takes, so often, the title of some document in front of it for the answer, and goes
+    on to the next question: a demonstrator that keeps to the protocol and is wrong.
     """
 
     def __init__(self, tasks: Iterable[tuple[str, Task]], tokenizer: Any, seed: int = 0, misreads: float = 0.0) -> None:
