@@ -37,7 +37,7 @@ print(f"  divergence from the teacher, in the states of the calls: {divergence:.
 
 before, after = (json.loads((run / "evaluation" / f"{name}.json").read_text()) for name in ("before", "after"))
 a, b = ([Measures(**m) for m in which["tasks"][0][0]] for which in (after, before))
-print(f"{len(a)} dev tasks of two questions, before and after; few updates seldom show more than chance:")
+print(f"{len(a)} dev tasks of two questions, before and after, compared task by task:")
 for metric in ("em", "f1"):
     was, now = (which["results"][0]["metrics"][metric]["mean"] for which in (before, after))
     found = compare(a, b, metric)
