@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from small import folder
 
+from memopd.evaluate.summary import by_task
 from memopd.experiments.evaluation import evaluate, is_made, read_measures, read_plan
 from memopd.experiments.jobs import run_jobs
 from memopd.experiments.settings import Suite, load
@@ -50,7 +51,7 @@ def test_training_resumes_what_is_there_and_skips_what_is_finished(work):
 
 def test_evaluation_makes_what_is_missing_and_nothing_twice(work, capsys):
     name, plan = next(work.plans())
-    assert name == "student"
+    assert name == "student-0"
     assert [(p.system, p.k, p.memory) for p in plan.parts] == [
         ("student-mem1", 1, "mem1"),
         ("student-truncate", 1, "truncate"),
@@ -72,6 +73,27 @@ def test_evaluation_makes_what_is_missing_and_nothing_twice(work, capsys):
     assert is_made(replace(plan, model="gone"), plan.parts[0])  # results outlive the model
 
 
+def test_several_episodes_of_a_task(work):
+    plan = next(work.plans())[1]
+    part = plan.parts[0]
+    twice = replace(plan, parts=(part,), settings=replace(plan.settings, samples=2))
+    evaluate(twice)
+    measures = read_measures(Path(part.output))
+    assert len(measures) == 6
+    assert len(by_task(measures, "em")) == 3  # their mean counts
+    assert not is_made(plan, part)  # asked for once, made twice
+
+
+def test_a_model_that_is_sampled_with_every_seed_has_a_process_for_each(work):
+    often = replace(work, suite=replace(work.suite, repeated=("student-mem1",)))
+    plans = dict(often.plans())
+    fixed = {name: [p.system for p in plan.parts] for name, plan in plans.items() if name.startswith("student")}
+    first, *others = often.suite.seeds
+    assert fixed[f"student-{first}"] == ["student-mem1", "student-truncate"]
+    assert others
+    assert all(fixed[f"student-{seed}"] == ["student-mem1"] for seed in others)
+
+
 def test_a_plan_is_read_as_it_was_written(work, tmp_path):
     plan = next(work.plans())[1]
     (tmp_path / "plan.json").write_text(plan.as_json())
@@ -79,7 +101,7 @@ def test_a_plan_is_read_as_it_was_written(work, tmp_path):
 
 
 def test_untrained_arms_wait(work):
-    assert [job.name for job in work.evaluation_jobs()] == ["evaluate student on test"]
+    assert [job.name for job in work.evaluation_jobs()] == ["evaluate student-0 on test"]
 
 
 def test_two_commands_do_not_share_a_folder(tmp_path):

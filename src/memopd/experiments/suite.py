@@ -82,13 +82,13 @@ class Work:
         return self.folder / "evaluations" / self.split / f"{system.replace(':', '-')}-{seed}-q{k}.json"
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
-        """One process a model: it is loaded once for all horizons and rules."""
+        """One process a model and seed: it is loaded once for all horizons and rules."""
         base = load_config(self.suite.training, dict(self.overrides))
         for who, model in (("student", base.model.student), ("teacher", base.model.teacher)):
             fixed = [(s, k) for s, k in self.wanted if s.partition("-")[0] == who]
-            if fixed:
-                seeds = [(s, seed, k) for s, k in fixed for seed in self.suite.seeds_of(s)]
-                yield who, self._plan(model, [(s, seed, k, s.partition("-")[2]) for s, seed, k in seeds])
+            for seed in sorted({seed for s, _ in fixed for seed in self.suite.seeds_of(s)}):
+                of_seed = [(s, k) for s, k in fixed if seed in self.suite.seeds_of(s)]
+                yield f"{who}-{seed}", self._plan(model, [(s, seed, k, s.partition("-")[2]) for s, k in of_seed])
         for seed in self.suite.seeds:
             for arm in self.arms:
                 parts = [(s, seed, k, base.tasks.memory) for s, k in self.wanted if s == arm]
