@@ -31,6 +31,7 @@ def test_every_shipped_file_loads():
         ("speed = 1", "no such setting: speed"),
         ("seeds = ['a']", "seeds: must be"),
         ("concurrent = 0", "1 or more"),
+        ("[evaluation]\nsamples = 0", "evaluation.samples must be 1 or more"),
         ("[evaluation]\nlimt = 3", "no such setting: limt"),
         ("seeds = [", "not TOML"),
     ],

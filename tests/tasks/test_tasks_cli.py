@@ -75,9 +75,10 @@ def test_too_few_questions_are_no_task(tmp_path):
 
 
 def test_questions_of_one_kind(tmp_path):
-    rows = [{"id": str(i), "question": f"who is {i}", "golden_answers": ["x"], "metadata": {}} for i in range(6)]
-    for row in rows:
-        row["metadata"] = {"type": "bridge" if int(str(row["id"])) % 2 else "comparison"}
+    rows = [
+        {"id": str(i), "question": f"who is {i}", "golden_answers": ["x"], "metadata": {"type": kind}}
+        for i, kind in enumerate(["comparison", "bridge"] * 3)
+    ]
     path = tmp_path / "hotpotqa.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = memopd_tasks("build", path, "--kind", "bridge", "-k", 3, "-o", tmp_path / "t.parquet")

@@ -121,17 +121,9 @@ def _measure(part: Part, s: Evaluation, engine: Any, tokenizer: Any, index: Any)
     environment = SearchEnvironment(index, grading=s.grading, query=memory.query)  # type: ignore[arg-type]
     sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
     episodes = rollout(
-        engine,
-        environment,
-        memory,
-        tokenizer,
-        repeat(tasks, s.samples),
-        sampling,
-        part.seed,
-        s.batch,
-        s.max_context,
+        engine, environment, memory, tokenizer, repeat(tasks, s.samples), sampling, part.seed, s.batch, s.max_context,
         part.memory,
-    )
+    )  # fmt: skip
     return measure_all(episodes, tasks, codec.decode, s.grading)  # type: ignore[arg-type]
 
 

@@ -127,6 +127,8 @@ def _check(suite: Suite, where: str) -> None:
             raise ValueError(f"{where}: unknown arm {arm!r}: choose from {', '.join(ARMS)}")
     if suite.concurrent < 1:
         raise ValueError(f"{where}: concurrent must be 1 or more, got {suite.concurrent}")
+    if suite.evaluation.samples < 1:
+        raise ValueError(f"{where}: evaluation.samples must be 1 or more, got {suite.evaluation.samples}")
 
 
 def _build(kind: Any, table: dict[str, Any], where: str) -> Any:
