@@ -102,6 +102,55 @@ def claims() -> str:
     return markdown_table(["F1: difference (95 % over tasks), seeds ahead", *(f"Q{k}" for k in horizons)], rows)
 
 
+def remedies() -> str:
+    """What was tried on dev for Q16: the mean over seeds of every setting."""
+    probe = read("dev-probe-4")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for arm, teacher in (("ppo", "none"), ("memopd", "λ 1, all")):  # the third round's own models
+        found = [m["dev"] for m in probe["models"] if m["model"].startswith(f"third round, {arm},")]
+        groups["student", 32, 24, teacher] = found
+    for run in probe["runs"]:
+        s = run["settings"]
+        teacher = f"λ {s['weight']:g}, {s['mask']}" if "weight" in s else "none"
+        groups.setdefault((s["student"], s["episodes_a_step"], s["steps"], teacher), []).append(run["dev"])
+    columns = ["student", "episodes an update", "updates", "teacher", "seeds", *DEV_COLUMNS]
+    rows = [[*map(str, key), str(len(found)), *dev_cells(found)] for key, found in sorted(groups.items())]
+    return markdown_table(columns, rows)
+
+
+def temperatures() -> str:
+    """The third round's models on dev, sampled less freely."""
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for line in read("dev-probe-4")["temperatures"]:
+        system = line["model"].removeprefix("third round, ").partition(",")[0]
+        groups.setdefault((system, line["temperature"]), []).append(line["dev"])
+    rows = [[*map(str, key), str(len(found)), *dev_cells(found)] for key, found in groups.items()]
+    return markdown_table(["system", "temperature", "seeds", *DEV_COLUMNS], rows)
+
+
+DEV_COLUMNS = ["Q2 F1", "Q8 F1", "Q16 F1", "Q16 valid %"]
+
+
+def dev_cells(found: list[dict[str, Any]]) -> list[str]:
+    def mean(k: str, metric: str) -> float:
+        return sum(dev[k][metric] for dev in found) / len(found)
+
+    scores = [f"{mean(k, 'f1'):.2f}" if all(k in dev for dev in found) else "–" for k in ("q2", "q8", "q16")]
+    return [*scores, f"{100 * mean('q16', 'valid'):.0f}"]
+
+
+def lists() -> str:
+    """Who copies whose notes into an answer of sixteen parts."""
+    found = read("dev-probe-4")["lists"]
+    rows = [
+        [name.removeprefix("notes of "), f"{100 * notes['notes with digits']:.1f}", str(notes["answers"]),
+         *(f"{100 * share:.1f}" for share in notes["valid"].values())]
+        for name, notes in found.items() if name.startswith("notes of ")
+    ]  # fmt: skip
+    writers = [f"whole when {who} copies, %" for who in found["notes of student"]["valid"]]
+    return markdown_table(["whose notes", "with digits, %", "answers", *writers], rows)
+
+
 def actor() -> str:
     """Speed of one update's forward and backward passes."""
     rows = []
@@ -161,7 +210,7 @@ def refreshed(text: str) -> str:
     return BLOCK.sub(made, text)
 
 
-BLOCKS = {f.__name__: f for f in (state, quality, claims, actor, learning)}
+BLOCKS = {f.__name__: f for f in (state, quality, claims, remedies, temperatures, lists, actor, learning)}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 if __name__ == "__main__":

@@ -63,6 +63,26 @@ def test_numbers_by_hand(work, tmp_path):
     assert (tmp_path / "main.png").stat().st_size > 1000
 
 
+def test_long_tasks_show_how_many_answers_count(work, tmp_path):
+    """SFT: one valid answer of two, F1 0 and 3, so 50 % and 3 / 1. MemOPD: none."""
+    shown = replace(SHOWN, horizons=(2, 8), compare=())
+    for system, scores in (("student-mem1", [(0.0, 0.0), (2.0, 3.0)]), ("memopd", [(0.0, 0.0), (0.0, 0.0)])):
+        part = Part(system, 0, 8, "mem1", "runs/world/tasks/test-q8.parquet", "")
+        file = work.result_of(system, 0, 8)
+        write_result(file, system, 0, 8, scores, measured_with(part, work.suite.evaluation))
+        found = json.loads(file.read_text())
+        for measure in found["measures"]:
+            measure["valid"] = measure["f1"] > 0
+        file.write_text(json.dumps(found))
+    show("main", shown, work, {}, tmp_path)
+    text = read(tmp_path)[1].partition("## Answers that count")[2]
+    assert "| SFT | 100.0 | 1.00 | 50.0 | 3.00 |" in text
+    assert "| PPO | 100.0 | 1.25 | – | – |" in text
+    assert "| MemOPD | 100.0 | 1.75 | 0.0 | – |" in text
+    show("control", SHOWN, work, {}, tmp_path)
+    assert "Answers that count" not in read(tmp_path, "control")[1]
+
+
 def test_single_has_dependency_and_control_has_curves(work, tmp_path):
     show("single", SHOWN, work, {}, tmp_path)
     assert "| 0.500 ± 0.000 |" in read(tmp_path, "single")[1]  # 50,000 in 10⁵

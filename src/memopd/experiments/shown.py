@@ -41,6 +41,8 @@ def show(name: str, shown: Shown, work: Work, failed: dict[str, str], output: Pa
     write_json(paths[0], made)
     dependency = name == "single"
     body = [results_table(found, shown, dependency), _caption(found.results, work.split)]
+    if max(shown.horizons) > 2:
+        body += ["## Answers that count", valid_table(found, shown), VALID]
     if comparisons:
         body += ["## Against each other", comparison_table(comparisons), comparison_caption(comparisons)]
     write_markdown(paths[1], shown.title, made, [f"![]({name}.png)", *body], shown.paper, shown.differs)
@@ -58,6 +60,30 @@ def results_table(found: Collected, shown: Shown, dependency: bool = False) -> s
             results = [(by_name.get((system, k)), c) for k in shown.horizons for c in columns]
             rows.append([system, *("–" if r is None else cell(r.metrics[c[1]], c[2], c[3]) for r, c in results)])  # type: ignore[index]
     return markdown_table(heads, rows)
+
+
+VALID = (
+    "A task whose answer has more or fewer parts than questions scores 0. So every score above is the share of tasks with "
+    "a valid answer, times the score of those."
+)
+
+
+def valid_table(found: Collected, shown: Shown) -> str:
+    """A score of long tasks in its two factors: a list of the right length, and what is right in it."""
+    by_name = {(r.system, r.k): r for r in found.results}
+    heads = ["system", *(f"Q{k} {heading}" for k in shown.horizons for heading in ("valid %", "F1 of the valid"))]
+    rows = [
+        [system, *(factor for k in shown.horizons for factor in _factors(by_name.get((system, k))))]
+        for system in map(label, shown.systems)
+    ]
+    return markdown_table(heads, rows)
+
+
+def _factors(result: Result | None) -> tuple[str, str]:
+    if result is None:
+        return "–", "–"
+    valid, f1 = (result.metrics[metric].mean for metric in ("valid", "f1"))  # type: ignore[index,union-attr]
+    return f"{100 * valid:.1f}", f"{f1 / valid:.2f}" if valid else "–"
 
 
 def comparison_table(lines: Sequence[dict[str, Any]]) -> str:
