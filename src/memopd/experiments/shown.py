@@ -63,8 +63,8 @@ def results_table(found: Collected, shown: Shown, dependency: bool = False) -> s
 
 
 VALID = (
-    "A task whose answer has more or fewer parts than questions scores 0. So every score above is the share of tasks with "
-    "a valid answer, times the score of those."
+    "A task whose answer has more or fewer parts than questions scores 0. So every score above is the share of tasks "
+    "with a valid answer, times the score of those."
 )
 
 
