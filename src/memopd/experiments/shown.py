@@ -82,7 +82,7 @@ def valid_table(found: Collected, shown: Shown) -> str:
 def _factors(result: Result | None) -> tuple[str, str]:
     if result is None:
         return "–", "–"
-    valid, f1 = (result.metrics[metric].mean for metric in ("valid", "f1"))  # type: ignore[index,union-attr]
+    valid, f1 = (result.metrics[metric].mean for metric in ("valid", "f1"))  # type: ignore[union-attr]
     return f"{100 * valid:.1f}", f"{f1 / valid:.2f}" if valid else "–"
 
 
