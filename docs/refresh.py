@@ -20,6 +20,7 @@ from memopd.bench.shapes import SHAPES
 from memopd.evaluate.summary import Estimate
 from memopd.evaluate.tables import shown
 from memopd.experiments.page import markdown_table
+from memopd.experiments.shown import sampled
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -48,7 +49,7 @@ def state() -> str:
     return (
         f"{table}\n\n{found['trajectories']} episodes of a model trained by MemOPD, {found['calls']} calls, "
         f"{e['decisions']:,} sampled tokens, {e['dtype']}. Packing is {verdict} (error {e['error']:.1e}, tolerance "
-        f"{e['tolerance']:.1e}), with {e['tokens'] / e['rows']:.2f} times fewer rows. In flattened states the teacher "
+        f"{e['tolerance']:.1e}), in 1 / {e['tokens'] / e['rows']:.2f} of the rows. In flattened states the teacher "
         f"changes {100 * (1 - after['top1']):.1f} % of its first choices after the first memory update. "
         f"`{found['command']}`, {found['date']}; of your own calls, `memopd audit`."
     )
@@ -71,12 +72,13 @@ def quality() -> str:
     ]
     trained = found["MemOPD", 2]
     asked = ", ".join(f"{found['MemOPD', k]['tasks']} tasks of {k} questions" for k in horizons)
+    how = sampled(read("main")["settings"]["evaluation"])
     where = f"`memopd experiment main control`, {read('main')['date']}, {read('main')['machines'][0]['device']}"
     return "\n\n".join(
         [
             markdown_table(["", *(f"Q{k} {m.upper()}" for k, m in columns)], rows),
-            f"Sums over the questions of a task; test split, {asked}; ± standard deviation over {trained['seeds']} "
-            f"seeds, or standard error over tasks where there is one run. {where}.",
+            f"Sums over the questions of a task; test split, {asked}; {how}; ± standard deviation over "
+            f"{trained['seeds']} seeds, or standard error over tasks where there is one run. {where}.",
         ]
     )
 
@@ -173,7 +175,7 @@ def actor() -> str:
         "packed, flex",
         "packed, cascade",
         "rows allow",
-        "activations",
+        "memory, of the calls alone",
     ]
     return markdown_table(columns, rows)
 

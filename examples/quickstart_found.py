@@ -24,7 +24,7 @@ for name, representation in (("flattened", "persistent history"), ("packed", "re
     )
 print(
     f"  packing is {'' if equal['passed'] else 'NOT '}equivalent to the calls run alone, "
-    f"with {equal['tokens'] / equal['rows']:.2f} times fewer rows"
+    f"in 1 / {equal['tokens'] / equal['rows']:.2f} of the rows"
 )
 
 steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -4,7 +4,7 @@
 #   sh examples/student.sh WHERE
 #
 # What it learns: first to copy and to read, on short tasks; then to keep its place in long ones, where one-hop questions
-# suffice; and last to imitate an oracle that misreads every fourth document, which leaves a student that works through
+# suffice; and last to imitate an oracle that misreads a quarter of what it finds, which leaves a student that works through
 # sixteen questions in order and is often wrong: what is left to learn is the same on two questions and on sixteen.
 set -eu
 cd "$(dirname "$0")/.."

@@ -22,7 +22,7 @@ PART, PART_SECONDS = 256, 60.0  # episodes appear in the store so many at once, 
 
 class Policy(StrEnum):
     oracle = "oracle"
-    careless = "careless"  # an oracle that misreads every fourth document
+    careless = "careless"  # an oracle that misreads a quarter of what it finds
     guess = "guess"
 
 

@@ -40,7 +40,7 @@ def show(name: str, shown: Shown, work: Work, failed: dict[str, str], output: Pa
     paths = [output / f"{name}{suffix}" for suffix in (".json", ".md", ".png")]
     write_json(paths[0], made)
     dependency = name == "single"
-    body = [results_table(found, shown, dependency), _caption(found.results, work.split)]
+    body = [results_table(found, shown, dependency), _caption(found.results, work)]
     if max(shown.horizons) > 2:
         body += ["## Answers that count", valid_table(found, shown), VALID]
     if comparisons:
@@ -113,13 +113,18 @@ def comparison_caption(lines: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _caption(results: Sequence[Result], split: str) -> str:
+def sampled(evaluation: dict[str, Any]) -> str:
+    return f"episodes a task and seed: {evaluation['samples']}, sampled at temperature {evaluation['temperature']:g}"
+
+
+def _caption(results: Sequence[Result], work: Work) -> str:
     tasks = ", ".join(f"{n} tasks of Q{k}" for k, n in sorted({(r.k, r.tasks) for r in results}))
     seeds = sorted({r.seeds for r in results if r.seeds > 1})
     spread = f"± standard deviation over {' or '.join(map(str, seeds))} seeds; " if seeds else ""
     engines = sorted({f"{r.setting.engine}, {r.setting.batch_size} trajectories at once" for r in results})
     return (
-        f"The {split} split: {tasks}. EM and F1 are sums over the questions, grading {results[0].setting.grading}. "
+        f"The {work.split} split: {tasks}; {sampled(asdict(work.suite.evaluation))}. EM and F1 are sums over the "
+        f"questions, grading {results[0].setting.grading}. "
         f"Peak counts prompt and completion in the model's own tokens. {spread}"
         f"± standard error over tasks where a system has one run. Time is wall time of a trajectory: "
         f"{'; '.join(engines)}."

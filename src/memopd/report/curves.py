@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     ),
     "Is it scored as it was sampled?": (
         Chart("sampler_gap", "Gap to the sampler", "Mean |Δ log p| between sampler and trainer for the same token."),
-        Chart("sampler_gap_p99", "Gap to the sampler, p99", "The same for the worst hundredth of the tokens."),
+        Chart("sampler_gap_p99", "Gap to the sampler, p99", "99 of 100 tokens are closer than this."),
         Chart("first_ratio_error", "First ratio's error", "max |ratio − 1| before anything was updated: must be ~0."),
     ),
     "What does it cost?": (

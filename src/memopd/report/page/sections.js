@@ -75,7 +75,7 @@ function evaluation(data) {
   const interval = (v, digits = 3) => (v ? el("span", {}, number(v[0], digits), el("small", {}, ` ${number(v[1], digits)} to ${number(v[2], digits)}`)) : "–");
   const tables = data.evaluations.map(({ k, lines }) => {
     const compared = lines.some((line) => line.against_first);
-    const head = ["system", "EM ↑", "F1 ↑", "answered", "calls", "peak ↓", "dependency ↓", "time ↓ s"];
+    const head = ["system", "EM ↑", "F1 ↑", "valid", "calls", "peak ↓", "dependency ↓", "time ↓ s"];
     const rows = lines.map((line) => {
       const m = line.metrics;
       const name = [many ? `${line.run} · ${line.name}` : line.name,
