@@ -1,17 +1,20 @@
 """bfloat16 passes over float32 master weights, on one process; frozen models in the precision that they run in."""
 
+import pytest
 import torch
+import transformers
 from command import memopd
 from tiny import recorded, workshop
 
-from memopd.config import load_config
+from memopd.config import ModelConfig, load_config
 from memopd.optimise import ranks
 from memopd.optimise.batch import compile_batches
 from memopd.optimise.checkpoint import read_whole
 from memopd.optimise.learner import build
 from memopd.optimise.log import read_metrics
-from memopd.optimise.models import copy_weights, is_sharded, lent, whole_copy
+from memopd.optimise.models import PolicyRoot, copy_weights, is_sharded, lent, prepare, whole_copy
 from memopd.optimise.scoring import policy_scores
+from memopd.verify.families import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -54,6 +57,32 @@ def test_what_is_kept_in_which_precision():
         batch = compile_batches(recorded(episodes=8), config.optimise, 0, 0)[0]
         a, b = (policy_scores(root, batch, 1.0) for root in (learner.student, learner.reference))
         assert torch.equal(a, b)
+
+
+def test_a_whole_copy_ends_where_the_model_ends(tmp_path):
+    """Instruct models end at more tokens than their config says; the copy that samples must too, and is its own."""
+    config = load_config(workshop() / "config.toml", {"model.dtype": "bfloat16"})
+    with ranks.joined():
+        student = build(config, CPU).student
+        student.model.generation_config.eos_token_id = [1, 2]
+        copy = whole_copy(student, "bfloat16")
+        assert copy.generation_config.eos_token_id == [1, 2]
+        assert copy.config is not student.model.config
+
+
+def test_what_cannot_be_sharded_is_refused_in_one_line(monkeypatch):
+    unshared = PolicyRoot(tiny_model("qwen3-next (linear attention)"), "auto")
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    with pytest.raises(ValueError, match="which works on one rank only"):
+        prepare(unshared, ModelConfig(dtype="float32"), CPU, trained=True)
+    monkeypatch.undo()
+    flat = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    with pytest.raises(
+        ValueError, match=r"no list of layers to shard: train it on one rank, with model\.dtype float32"
+    ):
+        prepare(
+            PolicyRoot(transformers.GPT2LMHeadModel(flat), "auto"), ModelConfig(dtype="bfloat16"), CPU, trained=True
+        )
 
 
 def test_lending_brings_back_the_very_same_weights(monkeypatch):

@@ -18,7 +18,7 @@ from memopd.engine.vllm import StaleWeights
 from memopd.optimise import engines
 from memopd.optimise.learner import build
 from memopd.optimise.log import read_metrics
-from memopd.optimise.source import Replay, Sampler
+from memopd.optimise.source import Replay, Sampler, open_source
 from memopd.record import write_episodes
 
 CPU = torch.device("cpu")
@@ -67,6 +67,19 @@ def sampler(tmp_path):
     yield make
     for source in made:
         source.close()
+
+
+def test_a_task_that_does_not_fit_is_named_before_the_first_step(sampler):
+    with pytest.raises(
+        ValueError, match=r"task '.*': what it asks has \d+ tokens, and tasks.max_context is 64: raise it"
+    ):
+        sampler(**{"tasks.max_context": "64"})
+
+
+def test_dev_wants_tasks(tmp_path):
+    config = load_config(world() / "train.toml", {"run.dev_every": "1", "tasks.dev": ""})
+    with pytest.raises(ValueError, match=r"tasks\.dev, or set it to 0"):
+        open_source(config, None, None, tmp_path)
 
 
 def test_tasks_of_a_step(sampler):

@@ -169,6 +169,27 @@ def test_a_part_that_was_taken_away_is_not_written_again(tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("*.parquet"))
 
 
+def test_a_part_may_go_although_its_first_call_is_still_in_the_journal(tmp_path):
+    """Cleaning rewrites the segment with its end, and leaves the one that its first call shares with others."""
+    ledger = Ledger(tmp_path, segment_bytes=20_000)
+    ledger.add(recorded("e", 0)).result(10)
+    ledger.add(recorded("open", 1, 6000)).result(10)
+    ledger.add(recorded("e", 2, 4000)).result(10)
+    ledger.finish("e", 1.0).result(10)
+    ledger.add(recorded("open", 3, 1000)).result(10)
+    ledger.compact()
+    ledger.add(recorded("open", 4, 6000)).result(10)
+    ledger.compact()
+    ledger.close()
+    (part,) = tmp_path.glob("*.parquet")
+    part.unlink()
+    ledger = Ledger(tmp_path, segment_bytes=20_000)
+    assert ledger.reward("e") == 1.0
+    assert ledger.compact() == 0
+    assert [r.number for r in ledger.calls("open")] == [1, 3, 4]
+    ledger.close()
+
+
 def test_a_store_that_cannot_be_written_keeps_the_episodes(tmp_path, monkeypatch):
     ledger = Ledger(tmp_path)
     ledger.add(recorded("e", 0)).result(10)

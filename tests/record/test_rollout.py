@@ -127,6 +127,11 @@ def test_a_context_without_room_ends_the_episode():
     assert len(run(repeat(tasks(5)), max_context=10)[0].calls) == 5
 
 
+def test_a_task_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r"has 4 tokens, and max_context is 4: raise it, or leave the task out"):
+        run(repeat(tasks(1)), max_context=4)
+
+
 def test_an_environment_must_begin():
     environment = SimpleNamespace(start=lambda task: Observation(None))
     with pytest.raises(ValueError, match="gave no text"):

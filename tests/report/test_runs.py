@@ -37,6 +37,15 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm(tmp_path):
     assert read_runs(paths[:1])[0].name == "seed-0"
 
 
+def test_where_float32_decided_its_word_counts(tmp_path):
+    checks = folder(tmp_path / "run") / "equivalence"
+    checks.mkdir()
+    for name, passed in (("step-000000", False), ("step-000000-float32", True), ("step-000050", True)):
+        (checks / f"{name}.json").write_text(json.dumps({"passed": passed}))
+    [run] = read_runs([tmp_path / "run"])
+    assert run.equivalence == {0: {"passed": True}, 50: {"passed": True}}
+
+
 def test_refusals(tmp_path):
     run = folder(tmp_path / "run")
     with pytest.raises(ValueError, match="no run directory"):

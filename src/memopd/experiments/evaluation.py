@@ -46,7 +46,7 @@ def read_plan(path: Path) -> Plan:
 
 def measured_with(part: Part, settings: Evaluation) -> dict[str, Any]:
     """What a result depends on besides the weights; a file made otherwise does not count."""
-    names = ("limit", "samples", "temperature", "max_tokens", "max_context", "batch", "dtype", "grading")
+    names = ("index", "limit", "samples", "temperature", "max_tokens", "max_context", "batch", "dtype", "grading")
     return {"memory": part.memory, "tasks": part.tasks} | {name: getattr(settings, name) for name in names}
 
 

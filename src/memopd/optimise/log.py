@@ -118,8 +118,8 @@ def _cut_back(path: Path, first: int) -> None:
     kept = [line for line in read_metrics(path) if line["step"] < first]
     with whole(path / "metrics.jsonl") as file:
         file.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    for part in [*path.glob("episodes/step-*.parquet"), *path.glob("traces/step-*.parquet")]:
-        if int(part.stem.removeprefix("step-")) >= first:
+    for part in [*path.glob("episodes/step-*"), *path.glob("traces/step-*"), *path.glob("equivalence/step-*")]:
+        if int(part.stem.split("-")[1]) >= first:
             part.unlink()
     for left in [*path.glob(".*"), *path.glob("*/.*")]:
         if UNFINISHED.search(left.name):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from memopd.attention.support import sharing
 from memopd.compile import Packed
 from memopd.config import ModelConfig
 from memopd.optimise import ranks
@@ -125,15 +126,28 @@ def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool)
     if isinstance(root, PolicyRoot):
         head_of(model)  # checks the head against the model's own logits while its weights are whole
     if ranks.world() > 1 or (trained and dtype != master_dtype(config)):
+        layers = _layers(model)
         ranks.ensure_group(device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(config))
-        for layer in backbone(model).layers:
+        for layer in layers:
             fully_shard(layer, mp_policy=policy)
         if isinstance(root, ValueRoot):  # three digits are too few for a value: its head stays precise
             fully_shard(model.score, mp_policy=MixedPrecisionPolicy(param_dtype=master_dtype(config)))
         fully_shard(root, mp_policy=policy)
     root.weights = dict(model.named_parameters())
     return root
+
+
+def _layers(model: Any) -> Any:
+    """What FSDP gathers one by one; an error that says what to do where it cannot."""
+    name = type(model).__name__
+    if ranks.world() > 1 and not (can := sharing(model)).shared:
+        # One pass a call: ranks whose packs hold different numbers of calls would wait for each other for ever.
+        raise ValueError(f"{name} runs every call by itself ({can.reason}), which works on one rank only: train on one")
+    layers = getattr(backbone(model), "layers", None)
+    if layers is None:
+        raise ValueError(f"{name} has no list of layers to shard: train it on one rank, with model.dtype float32")
+    return layers
 
 
 @contextmanager
@@ -167,8 +181,10 @@ def is_sharded(root: Root) -> bool:
 
 def whole_copy(root: Root, dtype: str) -> Any:
     """A sharded model's shape, whole and frozen, in the precision that it runs in; `copy_weights` fills it."""
+    config = copy.deepcopy(root.model.config)  # each has its own attention
     with next(iter(root.weights.values())).device:
-        model = transformers.AutoModelForCausalLM.from_config(root.model.config, dtype=getattr(torch, dtype))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.generation_config = root.model.generation_config  # which tokens end a response
     return model.eval().requires_grad_(False)
 
 

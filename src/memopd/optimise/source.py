@@ -16,7 +16,7 @@ from memopd.optimise import ranks
 from memopd.optimise.engines import LocalPolicy, ServedPolicy
 from memopd.optimise.models import PolicyRoot
 from memopd.record import read_episodes
-from memopd.record.rollout import codec_of, rollout
+from memopd.record.rollout import codec_of, prefix_of, rollout
 from memopd.retrieval import open_index
 from memopd.tasks import Task
 from memopd.tasks.files import read_tasks
@@ -32,6 +32,8 @@ class Source(Protocol):
 def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> Source:
     if config.sampling.replay:
         return Replay(config.sampling.replay, config.optimise.tasks * config.optimise.samples)
+    if config.run.dev_every and not config.tasks.dev:
+        raise ValueError("run.dev_every: name the tasks to evaluate on in tasks.dev, or set it to 0")
     return Sampler(config, root, tokenizer, run)
 
 
@@ -70,7 +72,21 @@ class Sampler:
             grading=t.grading,  # type: ignore[arg-type]
             query=self.memory.query,
         )
+        self._check_prompts()
         self.policy = (ServedPolicy if config.sampling.servers else LocalPolicy)(config, root, tokenizer, run)
+
+    def _check_prompts(self) -> None:
+        """Now: a task that does not fit would end the run when it is drawn, and again whenever that is resumed."""
+        limit, template = self.config.tasks.max_context, len(prefix_of(self.tokenizer, ""))
+        for task in (*self.tasks, *self.dev_tasks):
+            text = self.environment.start(task).text or ""
+            if template + len(text.encode()) < limit:  # no token is shorter than a byte
+                continue
+            if (length := len(prefix_of(self.tokenizer, text))) >= limit:
+                raise ValueError(
+                    f"task {task.id!r}: what it asks has {length} tokens, and tasks.max_context is {limit}: raise it, "
+                    "or leave the task out"
+                )
 
     def episodes(self, step: int) -> list[Episode]:
         """Of the policy after `step` updates."""

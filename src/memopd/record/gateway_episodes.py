@@ -199,7 +199,8 @@ class Ledger:
                 unsaid.pop(name, None)
                 if live := self._live.pop(name, None):
                     self._held.subtract(live.segments)
-                    self._ready.remove(name)
+                    if name in self._ready:  # not where cleaning took its `finish` and left a call
+                        self._ready.remove(name)
             return
         name = head.get("call") or head["finish"]
         if name in self._finished and name not in self._live:

@@ -59,7 +59,7 @@ def rollout(
     live: list[_Live] = []
     while True:
         for id, task in islice(waiting, batch - len(live)):
-            live.append(_start(environment, codec, tokenizer, id, task, seed))
+            live.append(_start(environment, tokenizer, id, task, seed, max_context))
         if not live:
             return
         prompts = [episode.prompt() for episode in live]
@@ -120,11 +120,16 @@ def call_seed(seed: int, turn: int) -> int:
     return episode_seed(seed, str(turn))
 
 
-def _start(environment: Environment, codec: Codec, tokenizer: Any, id: str, task: Task, seed: int) -> _Live:
+def _start(environment: Environment, tokenizer: Any, id: str, task: Task, seed: int, max_context: int) -> _Live:
     opening = environment.start(task)
     if opening.text is None:
         raise ValueError(f"task {task.id!r}: the environment's start() gave no text to begin with")
     prefix = prefix_of(tokenizer, opening.text)
+    if len(prefix) >= max_context:
+        raise ValueError(
+            f"task {task.id!r}: what it asks has {len(prefix)} tokens, and max_context is {max_context}: raise it, or "
+            "leave the task out"
+        )
     return _Live(id, task, prefix, episode_seed(seed, id), time.time(), opening.stop)
 
 

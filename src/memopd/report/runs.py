@@ -40,7 +40,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read_run(path: Path, name: str) -> Run:
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: no run directory (no config.json in it): give an --output of memopd train or sft")
-    equivalence = {int(f.stem.removeprefix("step-")): _json(f) for f in sorted(path.glob("equivalence/step-*.json"))}
     # Before training comes before after it; otherwise by name.
     files = sorted(path.glob("evaluation/*.json"), key=lambda f: (not f.stem.startswith("before"), f.stem))
     evaluations = {f.stem: _json(f) for f in files}
@@ -49,7 +48,13 @@ def _read_run(path: Path, name: str) -> Run:
             raise ValueError(
                 f"{path / 'evaluation' / stem}.json: not written by `memopd evaluate -o`; move it elsewhere"
             )
-    return Run(path, name, _json(path / "config.json"), read_metrics(path), equivalence, evaluations)
+    return Run(path, name, _json(path / "config.json"), read_metrics(path), _checks(path), evaluations)
+
+
+def _checks(path: Path) -> dict[int, dict[str, Any]]:
+    """By step. Where half precision could not decide, what float32 said: `step-000000-float32` comes after its step."""
+    files = sorted(path.glob("equivalence/step-*.json"), key=lambda f: f.stem)
+    return {int(f.stem.split("-")[1]): _json(f) for f in files}
 
 
 def _json(file: Path) -> dict[str, Any]:
