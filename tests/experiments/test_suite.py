@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from small import folder
 
+from memopd.evaluate import Measures
 from memopd.evaluate.summary import by_task
-from memopd.experiments.evaluation import evaluate, is_made, read_measures, read_plan
+from memopd.experiments.evaluation import evaluate, is_made, read_plan
 from memopd.experiments.jobs import run_jobs
 from memopd.experiments.settings import Suite, load
 from memopd.experiments.suite import Work, sole
@@ -60,7 +61,7 @@ def test_evaluation_makes_what_is_missing_and_nothing_twice(work, capsys):
     assert all(is_made(plan, part) for part in plan.parts)
     files = [Path(part.output) for part in plan.parts]
     before = [f.stat().st_mtime_ns for f in files]
-    assert len(read_measures(files[0])) == 3
+    assert len(json.loads(files[0].read_text())["measures"]) == 3
     files[1].unlink()
     evaluate(plan)
     assert files[0].stat().st_mtime_ns == before[0]
@@ -78,7 +79,7 @@ def test_several_episodes_of_a_task(work):
     part = plan.parts[0]
     twice = replace(plan, parts=(part,), settings=replace(plan.settings, samples=2))
     evaluate(twice)
-    measures = read_measures(Path(part.output))
+    measures = [Measures(**m) for m in json.loads(Path(part.output).read_text())["measures"]]
     assert len(measures) == 6
     assert len(by_task(measures, "em")) == 3  # their mean counts
     assert not is_made(plan, part)  # asked for once, made twice

@@ -5,7 +5,7 @@ import torch
 
 from memopd.compile import compile_calls
 from memopd.score import Head, Target, head_of, score, teacher_target, vocabulary_scores
-from memopd.score.score import is_critic, loaded, packed_logprobs
+from memopd.score.score import is_critic, packed_logprobs
 from memopd.score.vocabulary import reference_scores
 from memopd.verify.equivalence import alone_states, sampled_tokens
 from memopd.verify.families import FAMILIES, tiny_model
@@ -77,8 +77,7 @@ def test_a_teacher_equal_to_the_student_diverges_by_nothing():
 def test_teacher_states_may_wait_elsewhere():
     model, teacher = tiny_model("qwen2", dtype=torch.float64), tiny_model("llama", seed=1, dtype=torch.float64)
     packs = [compile_calls(example_calls(seed)) for seed in range(2)]
-    with loaded(teacher, "cpu") as there:
-        target = teacher_target(there, packs, keep_on="cpu")
+    target = teacher_target(teacher, packs, keep_on="cpu")
     assert target.states.shape == (sum(len(p.decisions) for p in packs), 64)
     both = score(model, packs, teacher=target)
     one_by_one = [score(model, [p], teacher=teacher_target(teacher, [p])) for p in packs]

@@ -76,12 +76,12 @@ def rollout(
     pairs = list(repeat(read_tasks(tasks)[:limit], samples))
     if output.suffix == ".parquet":
         raise ValueError(f"{output}: give a folder: episodes are added to it as they finish")
+    sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     there = any(output.glob("*.parquet")) if output.is_dir() else False
-    done = {e.id for e in read_episodes(output) if like(e, output, seed, memory, temperature)} if there else set()
+    done = {e.id for e in read_episodes(output) if like(e, output, seed, memory, sampling)} if there else set()
     pairs = [pair for pair in pairs if pair[0] not in done]
     if done:
         log.info(f"{output}: has {len(done)} episodes already, {len(pairs)} to go")
-    sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     episodes = Run(
         pairs, index, model, servers, policy, tokenizer, memory, sampling, max_context, batch, seed, dtype, train
     ).episodes()
@@ -143,12 +143,13 @@ def device_name(policy: Policy | None) -> str:
     return "scripted" if policy else device()
 
 
-def like(episode: Any, store: Path, seed: int, memory: str, temperature: float) -> bool:
+def like(episode: Any, store: Path, seed: int, memory: str, sampling: Any) -> bool:
     """Whether a store that is to be gone on with was begun with these settings; an error that says which differs."""
     for name, was, now in (
         ("--seed", episode.seed, seed),
         ("--memory", episode.memory, memory),
-        ("--temperature", episode.sampling.temperature, temperature),
+        ("--temperature", episode.sampling.temperature, sampling.temperature),
+        ("--max-tokens", episode.sampling.max_tokens, sampling.max_tokens),
     ):
         if was != now:
             raise ValueError(f"{store}: has episodes sampled with {name} {was}, not {now}: choose another store")

@@ -71,10 +71,6 @@ def fingerprint(model: Path) -> str | None:
     return digest.hexdigest()
 
 
-def read_measures(file: Path) -> list[Measures]:
-    return [Measures(**m) for m in json.loads(file.read_text())["measures"]]
-
-
 def evaluate(plan: Plan) -> None:
     import torch
 

@@ -1,7 +1,7 @@
 """Packed rows to log-probabilities, entropies, values and teacher divergences."""
 
 from memopd.score.head import Head, head_of
-from memopd.score.score import Scores, loaded, packed_logprobs, score, teacher_target
+from memopd.score.score import Scores, packed_logprobs, score, teacher_target
 from memopd.score.states import backbone, call_states, decision_states
 from memopd.score.vocabulary import Target, VocabularyScores, vocabulary_scores
 
@@ -14,7 +14,6 @@ __all__ = [
     "call_states",
     "decision_states",
     "head_of",
-    "loaded",
     "packed_logprobs",
     "score",
     "teacher_target",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,17 +80,6 @@ def teacher_target(
     head = replace(head, weight=head.weight.detach(), bias=bias)
     states = torch.cat([decision_states(teacher, p, attention).to(keep_on or head.weight.device) for p in packs])
     return Target(head, states)
-
-
-@contextmanager
-def loaded(model: Any, device: str | torch.device) -> Iterator[Any]:
-    """A frozen model on `device` for the length of the block, and back where it was afterwards."""
-    home = next(model.parameters()).device
-    try:
-        model.to(device)
-        yield model
-    finally:
-        model.to(home)
 
 
 def packed_logprobs(
