@@ -111,13 +111,13 @@ def test_the_episode_is_the_atom():
     assert [e.id for e in kept] == ["good", "long", "helped"]
     assert reasons == ["episode 'context': none of its calls is trainable"]
     kept, reasons = usable(episodes, 250, 1.0)
-    assert [e.id for e in kept] == ["good"]
+    assert [e.id for e in kept] == ["good", "helped"]
     assert reasons[0] == "episode 'long': a call needs 301 rows and the budget is 250"
-    # A call fits, the flattened history does not: left out in every arm, so that the arms compare the same episodes.
-    kept, reasons = usable([good], flat - 1, 1.0)
-    assert kept == []
-    assert "flattened history" in reasons[0]
-    assert usable([good], flat, 1.0) == ([good], [])
+    # The calls fit, the flattened history does not: in the control it is a pack by itself.
+    assert usable([good], longest, 1.0) == ([good], [])
+    assert usable([good], longest - 2, 1.0)[0] == []
+    (alone,) = mini_batch([good], longest).persistent([0])
+    assert len(alone.packed) == flat
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from live import policy, world
 from tiny import recorded, workshop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from memopd.compile import persistent_history
 from memopd.config import load_config
 from memopd.engine.local import LocalEngine
 from memopd.engine.protocol import Request
@@ -33,17 +34,21 @@ def test_replay_goes_round(tmp_path):
 
 
 def test_the_same_episodes_are_left_out_in_all_three_arms(tmp_path):
-    """One episode whose calls all fit the budget, but not its flattened history, which only one arm needs."""
+    """One with a call over the budget. Another's calls all fit and its flattened history does not: it stays, in all."""
     episodes = list(recorded(episodes=8))
     long = replace(episodes[2], calls=[*episodes[2].calls, *(replace(c, segments=()) for c in episodes[3].calls * 3)])
-    write_episodes(tmp_path / "store", [*episodes[:2], long, *episodes[3:]])
+    call = episodes[4].calls[-1]
+    over = replace(call, prompt=np.resize(call.prompt, 700), segments=())
+    over_long = replace(episodes[4], calls=[*episodes[4].calls[:-1], over])
+    write_episodes(tmp_path / "store", [*episodes[:2], long, episodes[3], over_long, *episodes[5:]])
+    assert len(persistent_history(long)) > 600
     metrics = {}
     for state in ("aligned", "persistent", "none"):
         arguments = ("--teacher-state", state, "--replay", tmp_path / "store", "--optimise.budget", "600")
         output = tmp_path / state
         ended = memopd("train", workshop() / "config.toml", "--output", output, *arguments, "--optimise.steps", "1")
         assert ended.code == 0, ended.err
-        assert "left out: episode 'demo-02': its flattened history has" in ended.err
+        assert "left out: episode 'demo-04': a call needs" in ended.err
         (metrics[state],) = read_metrics(output)
     assert {m["left_out"] for m in metrics.values()} == {1.0}
     # Until the first step of the optimiser the arms differ in the teacher's opinion and in nothing else.

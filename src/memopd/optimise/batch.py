@@ -59,7 +59,8 @@ class MiniBatch:
     def persistent(self, episodes: Iterable[int]) -> list[Work]:
         """The control: flattened histories in place of the exact states.
 
-        Each is a sequence of its own; they lie side by side in packs, so that a device has enough to do at once.
+        Each is a sequence of its own; they lie side by side in packs, so that a device has enough to do at once. One
+        that is longer than the budget is a pack by itself: who asks for the control pays for its length.
         """
         first = np.searchsorted(self.episode, np.arange(len(self.episodes)))
         packs: list[Work] = []
@@ -134,8 +135,7 @@ def path_length(call: Call) -> int:
 def usable(episodes: Sequence[Episode], budget: int, temperature: float) -> tuple[list[Episode], list[str]]:
     """(what can be trained on, why each other one cannot).
 
-    The episode is the atom: one over-long call leaves it out whole. The flattened history must fit too, whether or
-    not this run uses it, so that every arm of a comparison leaves out the same episodes.
+    The episode is the atom: one over-long call leaves it out whole, in every arm of a comparison alike.
     """
     kept, reasons = [], []
     for episode in episodes:
@@ -144,8 +144,6 @@ def usable(episodes: Sequence[Episode], budget: int, temperature: float) -> tupl
             reasons.append(f"episode {episode.id!r}: none of its calls is trainable")
         elif (longest := max(path_length(c) for c in episode.calls if c.trainable)) > budget:
             reasons.append(f"episode {episode.id!r}: a call needs {longest} rows and the budget is {budget}")
-        elif (flat := len(persistent_history(episode))) > budget:
-            reasons.append(f"episode {episode.id!r}: its flattened history has {flat} rows and the budget is {budget}")
         else:
             kept.append(episode)
     return kept, reasons
