@@ -13,6 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
+	@echo "Ready. For the memopd command: . .venv/bin/activate"
 
 # Rollouts, audit, a short training, evaluation and a page, in some minutes. A script of plain commands.
 quickstart: $(READY)

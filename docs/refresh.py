@@ -37,7 +37,7 @@ def state() -> str:
         "reconstructed packing": "**packed**",
     }
     table = markdown_table(
-        ["", "p99 |Δlog p|", "first choices changed", "PPO would clip, though nothing changed"],
+        ["", "p99 |Δlog p|", "first choices changed", "PPO would clip (ε 0.2), though nothing changed"],
         [
             [name, f"{rows[key]['p99_logprob']:.2g}", f"{rows[key]['top1_changed']:,}",
              f"{100 * rows[key]['false_clip']:.2f} %"]
@@ -78,7 +78,8 @@ def quality() -> str:
         [
             markdown_table(["", *(f"Q{k} {m.upper()}" for k, m in columns)], rows),
             f"Sums over the questions of a task; test split, {asked}; {how}; ± standard deviation over "
-            f"{trained['seeds']} seeds, or standard error over tasks where there is one run. {where}.",
+            f"{trained['seeds']} seeds, or standard error over tasks where there is one run. "
+            f"The paper runs its control on Q2 only, and so do we. {where}.",
         ]
     )
 

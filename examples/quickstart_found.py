@@ -47,4 +47,5 @@ for metric in ("em", "f1"):
         f"{found.low:+.3f} to {found.high:+.3f}: {verdict}"
     )
 print(f"What longer training does is in README.md. The model: {run / 'model'}")
+print("To go on by hand: . .venv/bin/activate, and `memopd --help`")
 print(f"Curves, tables, and episodes token by token: {(run / 'report.html').resolve().as_uri()}")

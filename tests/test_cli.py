@@ -3,14 +3,16 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from calls import mem1_calls
 
-from memopd import cli
+from memopd import __version__, cli
 from memopd.record import read_episodes, write_episodes
 from memopd.types import Call, Episode
 from memopd.verify.families import tiny_model
@@ -140,6 +142,27 @@ def test_a_folder_that_is_no_model(call_main, store, tmp_path):
     assert one_line(err).startswith("memopd: ")
 
 
+def test_a_mistyped_folder_is_not_asked_of_the_hub(call_main, store, saved_model, monkeypatch):
+    monkeypatch.chdir(Path(saved_model).parent.parent)
+    mistyped = f"{Path(saved_model).parent.name}/nosuch"
+    status, _, err = call_main("audit", store, "--model", mistyped)
+    assert status == 2
+    assert one_line(err) == f"memopd: {mistyped}: there is no model here (no config.json)"
+
+
+def test_weights_that_are_cut_short(call_main, store, saved_model, tmp_path):
+    shutil.copytree(saved_model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    status, _, err = call_main("audit", store, "--model", tmp_path / "model")
+    assert status == 2
+    assert "its weights are cut short or damaged" in one_line(err)
+
+
+def test_the_version(call_main):
+    assert call_main("--version")[:2] == (0, f"memopd {__version__}\n")
+
+
 def test_a_file_that_is_no_store(call_main, tmp_path):
     (tmp_path / "text.parquet").write_text("not Parquet, but long enough to look")
     status, _, err = call_main("audit", tmp_path / "text.parquet", "--model", "any")
@@ -229,6 +252,12 @@ def test_import(call_main, tmp_path):
     a, b = read_episodes(output)
     assert a.calls == (Call([5, 6, 7], [8, 9], [-0.5, -2.25]), Call([5, 8, 9, 3], [2]))
     assert (a.reward, b.id) == (1.0, "b")
+    status, _, err = call_main("import", calls, "-o", output)  # again: the store stays as it is
+    assert status == 2
+    assert one_line(err) == f"memopd: {output}: has episode 'a' already; remove it, or choose another -o"
+    assert len(list(read_episodes(output))) == 2
+    calls.write_text("")
+    assert "there is no call in it" in one_line(call_main("import", calls, "-o", tmp_path / "none")[2])
 
 
 def test_import_names_the_line(call_main, tmp_path):

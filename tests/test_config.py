@@ -106,6 +106,11 @@ def test_one_line_for_what_is_wrong(tmp_path, text, overrides, complaint):
         load_config(write(tmp_path, text), overrides)
 
 
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ValueError, match=r"nosuch\.toml: no such file; configs/ has examples"):
+        load_config(tmp_path / "nosuch.toml")
+
+
 def test_the_defaults_are_sound():
     check(RunConfig())
 

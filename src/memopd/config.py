@@ -144,6 +144,8 @@ SECTIONS = {f.name: f.default_factory for f in fields(RunConfig)}
 def load_config(path: str | Path, overrides: dict[str, str] | None = None) -> RunConfig:
     """A TOML file, then `{"optimise.lr": "1e-5"}` from the command line."""
     path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; configs/ has examples")
     try:
         table = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:

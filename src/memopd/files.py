@@ -34,3 +34,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.rename(path)
     finally:
         rmtree(temporary, ignore_errors=True)
+
+
+def looks_local(path: str) -> bool:
+    """A path rather than a hub name, which has at most one slash and no leading dot or slash."""
+    first, *rest = path.split("/")
+    return Path(path).exists() or path.startswith((".", "/")) or len(rest) > 1 or bool(rest and Path(first).is_dir())

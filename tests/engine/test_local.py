@@ -212,6 +212,17 @@ def test_an_episode_does_not_depend_on_what_ran_beside_it():
         assert flips(model, some[: len(other)], one, other)[0] <= 1
 
 
+def test_with_other_weights_slots_are_given_out_as_if_new():
+    """A resumed run has a new engine: were the slots left in another order, the same calls would round otherwise."""
+    model = tiny_model("qwen2")
+    one = engine(model, slots=24)
+    one.generate(requests(13, seed=1))
+    assert one._slots.oldest(10) != list(range(10))
+    with one.updating(1):
+        pass
+    assert one._slots.oldest(10) == list(range(10))
+
+
 def test_another_seed_samples_otherwise():
     model = tiny_model("qwen2")
     one, other = (engine(model).generate([Request(np.arange(5, 20), s, Sampling(max_tokens=30))])[0] for s in (0, 1))

@@ -117,6 +117,20 @@ def test_refusals(tmp_path):
     assert "there is no run to resume" in train(tmp_path / "other", "--resume").end().line()
 
 
+def test_a_start_that_failed_is_not_in_the_way(tmp_path):
+    policy()
+    arguments = ("train", world() / "train.toml", "--output", tmp_path / "run", "--optimise.steps", "1")
+    assert "nosuch.parquet" in memopd(*arguments, "--tasks.train", tmp_path / "nosuch.parquet").line()
+    ended = memopd(*arguments)
+    assert ended.code == 0, ended.err
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": \n{"step": 2}\n{"st')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is damaged"):
+        read_metrics(tmp_path)
+
+
 def test_killed_before_anything_was_written(tmp_path):
     """All that lies there is a file that was about to become config.json."""
     (tmp_path / "run").mkdir()

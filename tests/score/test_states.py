@@ -9,7 +9,7 @@ from calls import mem1_calls, mixed_calls
 
 from memopd.attention import plan
 from memopd.compile import compile_calls, fill
-from memopd.score import backbone, call_states, decision_states
+from memopd.score import backbone, call_states, decision_states, packed_logprobs
 from memopd.types import Call
 from memopd.verify.families import FAMILIES, tiny_model
 
@@ -110,6 +110,19 @@ def test_dropout_anywhere_is_refused_while_training():
     decision_states(model.eval(), packed, "dense")
     with pytest.raises(ValueError, match="dropout must be 0"):
         decision_states(model.train(), packed, "dense")
+
+
+def test_dropout_is_named_before_the_head_is_blamed_for_it():
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropout must be 0 .* or model\.eval\(\)"):
+        packed_logprobs(model.train(), mem1_calls(0, calls=2))
+
+
+def test_a_temperature_must_be_above_0():
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        packed_logprobs(tiny_model("llama"), mem1_calls(0, calls=2), temperature=0)
 
 
 @pytest.mark.parametrize("attention", ["dense", "cascade"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -13,7 +14,6 @@ from memopd.cli.gateway import gateway
 from memopd.cli.options import err
 
 app = typer.Typer(
-    help="Train agents that rewrite their own context, in the states they were really in.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,6 +30,23 @@ app.add_typer(train.app)
 app.add_typer(report.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app)
+
+
+def say_version(asked: bool) -> None:
+    if asked:
+        from memopd import __version__
+
+        print(f"memopd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say which, and end.")
+    ] = False,
+) -> None:
+    """Train agents that rewrite their own context, in the states they were really in."""
 
 
 def main() -> None:

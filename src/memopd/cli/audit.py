@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,10 +21,20 @@ def import_(
     output: Annotated[Path, typer.Option("-o", "--output", help="The episode store to write.")],
 ) -> None:
     """Recorded calls of any sampler or trainer into an episode store."""
-    from memopd.record import import_calls, write_episodes
+    from memopd.record import import_calls, read_episodes, write_episodes
 
-    count = write_episodes(output, track("episodes", import_calls(calls)))
-    print(f"{output}: {count} episodes")
+    there = {e.id for e in read_episodes(output)} if output.exists() else set()
+
+    def new() -> Iterator[Any]:
+        for episode in import_calls(calls):
+            if episode.id in there:
+                raise ValueError(f"{output}: has episode {episode.id!r} already; remove it, or choose another -o")
+            yield episode
+
+    count = write_episodes(output, track("episodes", new()))
+    if not count:
+        raise ValueError(f"{calls}: there is no call in it")
+    print(f"{output}: {count} episode{'s' * (count > 1)}")
 
 
 @app.command()

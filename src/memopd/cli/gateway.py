@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from memopd.cli.options import Precision, load_model, looks_local
+from memopd.cli.options import Precision, load_model
+from memopd.files import looks_local
 
 TOKEN = "MEMOPD_GATEWAY_TOKEN"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -58,22 +57,10 @@ def device() -> str:
 def load_model(path: str, dtype: Precision) -> Any:
     """A causal LM from a folder or the hub: safetensors only, no remote code."""
     import torch
-    import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    path = os.path.expanduser(path)
-    if looks_local(path) and not Path(path, "config.json").is_file():
-        raise ValueError(f"{path}: there is no model here (no config.json)")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
-    )
-    return model.to(device()).eval()
+    from memopd.optimise.models import load_causal_lm
 
-
-def looks_local(path: str) -> bool:
-    """A path rather than a hub name, which has at most one slash and no leading dot or slash."""
-    return Path(path).exists() or path.startswith((".", "/")) or path.count("/") > 1
+    return load_causal_lm(os.path.expanduser(path), getattr(torch, dtype)).to(device()).eval()
 
 
 def numbers(text: str, separator: str = ",") -> list[int]:

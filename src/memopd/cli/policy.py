@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memopd.cli.options import looks_local
+from memopd.files import looks_local
 
 
 class ServedPrecision(StrEnum):

@@ -76,5 +76,9 @@ class Slots:
         self.free[slot] = None
 
     def forget(self) -> None:
-        """Other weights: what the slots hold is worth nothing any more."""
+        """Other weights: what the slots hold is worth nothing any more, nor is the order in which they were left.
+
+        A resumed run has no such order: with it, the same calls would lie in other slots, and round otherwise.
+        """
         self.ready[:] = self.coming[:] = 0
+        self.free = dict.fromkeys(sorted(self.free))

@@ -8,10 +8,12 @@ RUN/tensorboard/     the same, drawn      RUN/traces/step-000012.parquet     wha
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,8 @@ from memopd.optimise.checkpoint import latest, read_state
 from memopd.optimise.traces import Trace, write_traces
 from memopd.record import write_episodes
 from memopd.types import Episode
+
+log = logging.getLogger("memopd")
 
 UNFINISHED = re.compile(r"\.partial$|\.[0-9a-f]{32}(\.|$)")  # what never got its real name
 
@@ -43,10 +47,17 @@ class Run:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
+        self._show(name)
         try:
             yield
         finally:
+            self._show("")
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def _show(self, name: str) -> None:
+        """On a terminal, what it is at: a step may take minutes."""
+        if ranks.rank() == 0 and sys.stderr.isatty():
+            print(f"\r\033[K{name}", end="\r", file=sys.stderr, flush=True)
 
     def episodes(self, step: int, episodes: Sequence[Episode]) -> None:
         if ranks.rank() == 0:
@@ -75,6 +86,8 @@ class Run:
 def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
     """A new directory, or one to go on with; what a killed run wrote after its last checkpoint is cut off."""
     there = [f.name for f in path.iterdir() if not f.name.startswith(".")] if path.is_dir() else []
+    if set(there) <= {"config.json", "tensorboard"}:
+        there = []  # killed, or refused, before it had done anything: as good as new
     ranks.barrier()
     if there and not resume:
         raise ValueError(f"{path}: exists already; --resume goes on with it, or choose another --output")
@@ -91,7 +104,8 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
         path.mkdir(parents=True, exist_ok=True)
         if resume:
             _cut_back(path, first)
-        if not there:  # also where a run was killed before it had written as much as this
+            log.info("%s: %s", path, f"goes on after step {first}" if first else "no checkpoint yet, begins anew")
+        if not there:
             with whole(path / "config.json") as file:
                 file.write_text(config.as_json())
         from torch.utils.tensorboard import SummaryWriter
@@ -110,7 +124,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for text in file.read_text().splitlines(keepends=True):
         if not text.endswith("\n"):
             break
-        lines.append(json.loads(text))
+        try:
+            lines.append(json.loads(text))
+        except ValueError as error:
+            raise ValueError(f"{file}: line {len(lines) + 1} is damaged ({error}): remove it") from None
     return lines
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from memopd.attention.support import sharing
 from memopd.compile import Packed
 from memopd.config import ModelConfig
+from memopd.files import looks_local
 from memopd.optimise import ranks
 from memopd.score import Head, Target, decision_states, head_of, score
 from memopd.score.states import backbone
@@ -73,12 +75,14 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
         config = transformers.AutoConfig.for_model(**json.loads(Path(path).read_text()))
         torch.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    looks_local = Path(path).exists() or path.startswith((".", "/")) or path.count("/") > 1
-    if looks_local and not Path(path, "config.json").is_file():
+    if looks_local(path) and not Path(path, "config.json").is_file():
         raise ValueError(f"{path}: there is no model here (no config.json)")
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, use_safetensors=True, trust_remote_code=False
-    )
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{path}: its weights are cut short or damaged ({error}): copy them again") from None
 
 
 def load_tokenizer(path: str) -> Any:

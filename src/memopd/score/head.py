@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from memopd.attention import own_attention
-from memopd.score.states import backbone
+from memopd.score.states import backbone, check_dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ def head_of(model: Any, check: bool = True) -> Head:
 
 @torch.no_grad()
 def _check(model: Any, head: Head) -> None:
+    check_dropout(model)  # or two passes would differ, and the head be blamed for it
     ids = torch.tensor([[1, 2, 3]], device=head.weight.device)
     with own_attention(model):
         expected = model(input_ids=ids, use_cache=False).logits.double()

@@ -13,7 +13,7 @@ from memopd.compile import Packed, compile_calls, fill
 from memopd.score.head import head_of
 from memopd.score.states import decision_states
 from memopd.score.vocabulary import Target, vocabulary_scores
-from memopd.types import Call
+from memopd.types import Call, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ def score(
     A model with a value head (`AutoModelForTokenClassification` of one label) gives values, any causal LM the rest.
     `teacher` holds the states that `teacher_target` kept for the same packs.
     """
+    Sampling(temperature)  # refuses one that is not above 0
     decisions = sum(len(p.decisions) for p in packs)
     if teacher is not None and len(teacher.states) != decisions:
         raise ValueError(f"the teacher's states are of {len(teacher.states)} decisions, these packs have {decisions}")

@@ -58,7 +58,9 @@ def check_ids(model: Any, *ids: np.ndarray[Any, Any]) -> None:
 
 
 def check_dropout(model: Any) -> None:
-    if model.training and any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in model.modules()):
+    if model.training and any(
+        (isinstance(m, torch.nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0) for m in model.modules()
+    ):
         raise ValueError(
             "dropout must be 0 (calls that share a row would share its mask): set it to 0, or model.eval()"
         )

@@ -64,7 +64,7 @@ function ends(runs) {
       el("span", { title: where(1) }, number(end) + spread(1)), signed(end - start)];
   });
   return el("div", {}, table(["", "began", "ended", "change"], rows),
-    el("p", { class: "foot" }, `Means of the first and of the last tenth of the steps, at least five, ${runs.length > 1 ? "and of the seeds" : "± standard error over them"}; on dev the first and the last evaluation.`));
+    el("p", { class: "foot" }, `Means of the first and of the last tenth of the steps, of five at least or of half of them, ${runs.length > 1 ? "and of the seeds" : "± standard error over them"}; on dev the first and the last evaluation.`));
 }
 
 function evaluation(data) {
