@@ -60,7 +60,8 @@ def print_audit(report: Audit, console: Console) -> None:
     verdict = "[green]equivalent[/green]" if e.passed else "[red]NOT EQUIVALENT[/red]"
     console.print(
         f"Packing is {verdict}: error {e.error:.2e}, tolerance {e.tolerance:.2e} ({e.tolerance_source}); "
-        f"worst at call {e.worst_call}, token {e.worst_position}"
+        f"worst at call {e.worst_call}, token {e.worst_position}",
+        soft_wrap=True,
     )
 
 

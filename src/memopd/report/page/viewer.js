@@ -6,6 +6,8 @@ const COLOURS = {
   logp: { title: "log p", says: "How surprising the token was to the policy that sampled it: the deeper, the less likely." },
 };
 
+const NOTHING = 1e-12; // a scale that would only show zeros
+
 class Viewer {
   constructor(data) {
     this.data = data;
@@ -74,7 +76,7 @@ class Viewer {
 
   scaleOf(colour) {
     const sizes = this.episode.calls.flatMap((call) => (call[colour] || []).filter(known).map(Math.abs)).sort((a, b) => a - b);
-    return sizes.length ? Math.max(sizes[Math.floor(0.98 * (sizes.length - 1))], 1e-12) : 1; // one odd token must not pale the others
+    return sizes.length ? Math.max(sizes[Math.floor(0.98 * (sizes.length - 1))], NOTHING) : 1; // one odd token must not pale the others
   }
 
   picker() {
@@ -151,6 +153,7 @@ class Viewer {
 
   ramp() {
     const name = this.state.colour, most = number(this.scale, 2);
+    if (this.scale <= NOTHING) return el("div", { class: "ramp" }, "0 everywhere");
     const [left, right] = name === "advantage" ? [`−${most}`, `+${most}`] : name === "logp" ? ["0", `−${most}`] : ["0", most];
     return el("div", { class: "ramp" }, left, el("i", { class: name }), `${right} and beyond`);
   }
