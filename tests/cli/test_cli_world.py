@@ -6,6 +6,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
+from transformers import AutoTokenizer
 
 from memopd import cli
 from memopd.agent.memory import RULES
@@ -56,6 +57,16 @@ def test_a_world_to_be_trained_in_needs_no_demonstrations(world, tmp_path):
     file = "tasks/dev-q2.parquet"
     assert read_tasks(tmp_path / "bare" / file) == read_tasks(world / file)
     assert "--episodes" in memopd("world", tmp_path / "none", "--episodes", -1, status=2)
+
+
+@pytest.mark.parametrize("topk", [1, 5])
+def test_a_search_finds_so_many_documents(topk, world, scripted, tmp_path):
+    tasks = world / "tasks" / "dev-q1.parquet"
+    memopd("rollout", tasks, "-o", tmp_path / "store", "--limit", 4, "--topk", topk, *scripted)
+    decode = AutoTokenizer.from_pretrained(world / "tokenizer").decode
+    read = [decode(c.prompt) for e in read_episodes(tmp_path / "store") for c in e.calls[1:]]
+    assert read
+    assert all(text.count("(Title: ") == topk for text in read)
 
 
 def test_world_is_deterministic_and_refuses_to_overwrite(world, tmp_path):

@@ -43,6 +43,7 @@ Temperature = Annotated[float, typer.Option()]
 MaxTokens = Annotated[int, typer.Option(help="Of a response.")]
 MaxContext = Annotated[int, typer.Option(help="Of a prompt: an episode that needs more ends.")]
 Batch = Annotated[int, typer.Option(help="Episodes at once.")]
+Topk = Annotated[int, typer.Option(help="Documents that a search finds.", min=1)]
 Seed = Annotated[int, typer.Option()]
 Train = Annotated[Path | None, typer.Option(help="Training tasks, for --policy guess to look answers up in.")]
 
@@ -62,6 +63,7 @@ def rollout(
     temperature: Temperature = 1.0,
     max_tokens: MaxTokens = 1000,
     max_context: MaxContext = 4096,
+    topk: Topk = 3,
     batch: Batch = 64,
     seed: Seed = 0,
     dtype: Annotated[Precision, typer.Option()] = Precision.float32,
@@ -83,7 +85,7 @@ def rollout(
     if done:
         log.info(f"{output}: has {len(done)} episodes already, {len(pairs)} to go")
     episodes = Run(
-        pairs, index, model, servers, policy, tokenizer, memory, sampling, max_context, batch, seed, dtype, train
+        pairs, index, model, servers, policy, tokenizer, memory, sampling, max_context, batch, seed, dtype, train, topk
     ).episodes()
     written = sum(write_episodes(output, part) for part in parts(progress(episodes, len(pairs))))
     print(f"{output}: {written + len(done)} episodes")
@@ -104,6 +106,7 @@ def evaluate(
     top_k: Annotated[int, typer.Option(help="Only so many of the likeliest tokens; 0: all.")] = 0,
     max_tokens: MaxTokens = 1000,
     max_context: MaxContext = 4096,
+    topk: Topk = 3,
     batch: Batch = 64,
     seeds: Annotated[int, typer.Option(help="Runs with seeds 0, 1, ...", min=1)] = 1,
     grading: Annotated[Grading, typer.Option()] = Grading.squad,
@@ -122,7 +125,8 @@ def evaluate(
     results = run(
         tasks,
         lambda pairs, seed: Run(
-            pairs, index, model, servers, policy, tokenizer, memory, sampling, max_context, batch, seed, dtype, train
+            pairs, index, model, servers, policy, tokenizer, memory, sampling, max_context, batch, seed, dtype, train,
+            topk,
         ),
         limit, seeds, grading, name or model or str(policy), f"{'vLLM' if servers else 'local'}, {device_name(policy)}",
         batch, progress,
@@ -189,7 +193,7 @@ class Run:
     def __init__(
         self, pairs: list[tuple[str, Any]], index: str, model: str | None, servers: str | None,
         policy: Policy | None, tokenizer: str | None, memory: str, sampling: Any, max_context: int, batch: int,
-        seed: int, dtype: Precision, train: Path | None,
+        seed: int, dtype: Precision, train: Path | None, topk: int,
     ) -> None:  # fmt: skip
         if (model is None) == (policy is None):
             raise ValueError("give --model, or --policy for a scripted one")
@@ -206,7 +210,7 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or model, trust_remote_code=False)
         self.memory = memory_rule(memory, codec_of(self.tokenizer))
         self.rule = memory
-        self.environment = SearchEnvironment(open_index(index), query=self.memory.query)
+        self.environment = SearchEnvironment(open_index(index), topk, query=self.memory.query)
         self.sampling, self.seed, self.batch, self.max_context = sampling, seed, batch, max_context
         self.engine = self._engine(model, servers, policy, dtype, train, max_context + sampling.max_tokens)
 
