@@ -82,7 +82,7 @@ def test_help_answers_at_once(arguments):
 @pytest.mark.parametrize("module", ["memopd", "memopd.cli", "memopd.types", "memopd.compile", "memopd.record"])
 def test_what_needs_no_torch_imports_none(module):
     check = f"import sys, {module}; assert not {{'torch', 'transformers', 'matplotlib'}} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", check], check=True)
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_the_console_script_is_this_command():
@@ -258,6 +258,7 @@ def test_import(call_main, tmp_path):
     assert len(list(read_episodes(output))) == 2
     calls.write_text("")
     assert "there is no call in it" in one_line(call_main("import", calls, "-o", tmp_path / "none")[2])
+    assert not (tmp_path / "none").exists()
 
 
 def test_import_names_the_line(call_main, tmp_path):

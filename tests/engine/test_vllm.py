@@ -304,6 +304,7 @@ def test_the_only_server_is_waited_for(fakes, connect):
     fakes[0].before = once(Die())
     threading.Timer(0.7, fakes[0].restart).start()
     check(some(8), engine.generate(some(8)))
+    assert fakes[0].asked > 8  # what died with it was asked again
 
 
 def test_patience_has_an_end(fakes, connect):
@@ -359,6 +360,8 @@ def test_a_completion_of_two_policies_is_sampled_again(fakes, connect):
     left = [{"choices": [mixed]}]
     fakes[0].before = lambda body: left.pop() if left else None
     check(some(1), engine.generate(some(1)))
+    assert not left
+    assert fakes[0].asked == 2
 
 
 def test_what_was_heard_stays_true_when_the_server_dies(fakes, connect):

@@ -121,4 +121,4 @@ def test_a_port_that_is_taken(folder):
 def test_nothing_heavy_is_imported_for_help():
     heavy = {"tantivy", "torch", "fastapi", "faiss", "httpx", "uvicorn", "transformers"}
     check = f"import sys, memopd.cli.retrieval, memopd.retrieval; assert not {heavy!r} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", check], check=True)
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -25,15 +25,16 @@ def import_(
 
     there = {e.id for e in read_episodes(output)} if output.exists() else set()
 
-    def new() -> Iterator[Any]:
+    def new() -> Iterator[Any]:  # what it refuses, it refuses before anything is written
+        episode = None
         for episode in import_calls(calls):
             if episode.id in there:
                 raise ValueError(f"{output}: has episode {episode.id!r} already; remove it, or choose another -o")
             yield episode
+        if episode is None:
+            raise ValueError(f"{calls}: there is no call in it")
 
     count = write_episodes(output, track("episodes", new()))
-    if not count:
-        raise ValueError(f"{calls}: there is no call in it")
     print(f"{output}: {count} episode{'s' * (count > 1)}")
 
 

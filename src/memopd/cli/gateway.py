@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from memopd.cli.options import Precision, load_model
-from memopd.files import looks_local
+from memopd.files import check_model_folder
 
 TOKEN = "MEMOPD_GATEWAY_TOKEN"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -42,8 +42,7 @@ def gateway(
     from transformers import AutoTokenizer
 
     folder = os.path.expanduser(model)
-    if looks_local(folder) and not Path(folder, "config.json").is_file():
-        raise ValueError(f"{folder}: there is no model here (no config.json)")
+    check_model_folder(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     engine: Any
     if server:

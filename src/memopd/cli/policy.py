@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memopd.files import looks_local
+from memopd.files import check_model_folder
 
 
 class ServedPrecision(StrEnum):
@@ -33,8 +33,7 @@ def policy(
     from memopd.engine.vllm_start import become, command, find_vllm
 
     model = os.path.expanduser(model)
-    if looks_local(model) and not Path(model, "config.json").is_file():
-        raise ValueError(f"{model}: there is no model here (no config.json)")
+    check_model_folder(model)
     line, environment = command(find_vllm(python), model, host, port, dtype, context.args)
     become(line, environment)
 

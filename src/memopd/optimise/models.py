@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from memopd.attention.support import sharing
 from memopd.compile import Packed
 from memopd.config import ModelConfig
-from memopd.files import looks_local
+from memopd.files import check_model_folder
 from memopd.optimise import ranks
 from memopd.score import Head, Target, decision_states, head_of, score
 from memopd.score.states import backbone
@@ -75,8 +75,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
         config = transformers.AutoConfig.for_model(**json.loads(Path(path).read_text()))
         torch.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if looks_local(path) and not Path(path, "config.json").is_file():
-        raise ValueError(f"{path}: there is no model here (no config.json)")
+    check_model_folder(path)
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, trust_remote_code=False

@@ -16,7 +16,7 @@ from memopd.optimise import ranks
 from memopd.optimise.engines import LocalPolicy, ServedPolicy
 from memopd.optimise.models import PolicyRoot
 from memopd.record import read_episodes
-from memopd.record.rollout import codec_of, prefix_of, rollout
+from memopd.record.rollout import check_fits, codec_of, prefix_of, rollout
 from memopd.retrieval import open_index
 from memopd.tasks import Task
 from memopd.tasks.files import read_tasks
@@ -80,13 +80,8 @@ class Sampler:
         limit, template = self.config.tasks.max_context, len(prefix_of(self.tokenizer, ""))
         for task in (*self.tasks, *self.dev_tasks):
             text = self.environment.start(task).text or ""
-            if template + len(text.encode()) < limit:  # no token is shorter than a byte
-                continue
-            if (length := len(prefix_of(self.tokenizer, text))) >= limit:
-                raise ValueError(
-                    f"task {task.id!r}: what it asks has {length} tokens, and tasks.max_context is {limit}: raise it, "
-                    "or leave the task out"
-                )
+            if template + len(text.encode()) >= limit:  # no token is shorter than a byte: most need no look
+                check_fits(task, prefix_of(self.tokenizer, text), limit, "tasks.max_context")
 
     def episodes(self, step: int) -> list[Episode]:
         """Of the policy after `step` updates."""

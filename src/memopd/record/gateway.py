@@ -11,11 +11,10 @@ import hmac
 import json
 import logging
 import re
-import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
-from memopd.engine import protocol
 from memopd.engine.protocol import Completion, LiveEngine
 from memopd.record.drift import History, Reply, chat_ids, drift, encode, reply_of
 from memopd.record.gateway_episodes import Ledger, Recorded
+from memopd.record.gateway_flight import Events, Flight, unless_gone
 from memopd.record.gateway_text import Unfolding, visible
 from memopd.record.journal import JournalError
 from memopd.record.openai_api import Answer, ApiError, Asked, Json, asked, logprobs_of, number, text
@@ -113,68 +111,11 @@ def create_app(
     return app
 
 
-class _Flight:
-    """One call on its way. Its task runs to the journal whatever becomes of the connection."""
-
-    def __init__(self, episode: str, number: int, asked: Asked) -> None:
-        self.episode, self.number, self.asked = episode, number, asked
-        self.started = time.time()
-        self.prompt: list[int] = []
-        self.history = History()
-        self.heard: list[int] = []  # of a stream, as they come
-        self.news = asyncio.Event()  # something was heard, or the call ended
-        self.hung_up = False
-        self.trouble = ""  # of the engine
-        self._loop = asyncio.get_running_loop()
-        self._ticket: protocol.Ticket | None = None
-        self.task: asyncio.Task[Completion]
-
-    @property
-    def name(self) -> str:
-        return f"episode {self.episode}: call {self.number}"
-
-    def begin(self, run: Coroutine[Any, Any, Completion]) -> None:
-        self.task = asyncio.create_task(run)
-        self.task.add_done_callback(self._ended)
-
-    def submit(self, engine: LiveEngine) -> asyncio.Future[Completion]:
-        seed = secrets.randbits(63) if self.asked.seed is None else self.asked.seed
-        request = protocol.Request(
-            np.asarray(self.prompt, np.int32), seed, self.asked.sampling, self.asked.stop, self.episode
-        )
-        self._ticket = engine.submit(request, self._hear if self.asked.stream else None)
-        if self.hung_up:
-            self._ticket.cancel()
-        return asyncio.wrap_future(self._ticket.completion)
-
-    def hang_up(self) -> None:
-        """The client is gone: sample no further. Does nothing once the call has ended."""
-        if not self.task.done():
-            self.hung_up = True
-            if self._ticket:
-                self._ticket.cancel()
-
-    async def something(self) -> None:
-        """Until the first id is heard, or the call ends without one."""
-        await self.news.wait()
-
-    def _hear(self, id: int) -> None:  # in the engine's thread
-        self.heard.append(id)
-        if not self.news.is_set():
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self.news.set)
-
-    def _ended(self, task: asyncio.Task[Completion]) -> None:
-        if not task.cancelled():
-            task.exception()  # whoever waits for the task raises it; after a hang-up nobody does
-        self.news.set()
-
-
 class _Gateway:
     def __init__(self, engine: LiveEngine, ledger: Ledger, model: str, token: str | None, settle: float) -> None:
         self._engine, self._ledger, self._model, self._settle = engine, ledger, model, settle
         self._token = token
-        self._flights: dict[str, set[_Flight]] = {}
+        self._flights: dict[str, set[Flight]] = {}
         self._finishing: set[str] = set()
         self._finished = asyncio.Event()  # an episode waits to be written to the store
         self._compactor: asyncio.Task[None] | None = None
@@ -297,14 +238,14 @@ class _Gateway:
         if self._ledger.reward(name) is not None or name in self._finishing:
             raise ApiError(409, "episode_finished", f"episode {name!r} is finished: its reward has come")
         flight = self._take_off(name, question)
-        if not await _unless_gone(request, flight.something() if question.stream else asyncio.wait([flight.task])):
+        if not await unless_gone(request, flight.something() if question.stream else asyncio.wait([flight.task])):
             flight.hang_up()
             return Response(status_code=499)  # to nobody
         headers = _drift_header(flight.history)
         if flight.task.done() and flight.task.exception():
             await flight.task  # raises
         if question.stream:
-            return _Events(flight, self._stream(flight, request), headers)
+            return Events(flight, self._stream(flight, request), headers)
         completion = await flight.task
         if completion.stop is StopReason.ABORTED:
             raise _engine_stopped(flight)
@@ -312,8 +253,8 @@ class _Gateway:
 
     # One call
 
-    def _take_off(self, name: str, question: Asked) -> _Flight:
-        flight = _Flight(name, self._ledger.number(), question)
+    def _take_off(self, name: str, question: Asked) -> Flight:
+        flight = Flight(name, self._ledger.number(), question)
         group = self._flights.setdefault(name, set())
         group.add(flight)
 
@@ -326,7 +267,7 @@ class _Gateway:
         flight.task.add_done_callback(landed)
         return flight
 
-    async def _fly(self, flight: _Flight) -> Completion:
+    async def _fly(self, flight: Flight) -> Completion:
         """Prompt to ids, ids to the engine, what it sampled to the journal."""
         loop = asyncio.get_running_loop()
         earlier = self._ledger.calls(flight.episode)
@@ -374,7 +315,7 @@ class _Gateway:
             raise ApiError(400, "empty_prompt", "the prompt has no token", "prompt")
         return ids, drift(tokenizer, ids, replies)
 
-    def _recorded(self, flight: _Flight, completion: Completion) -> Recorded:
+    def _recorded(self, flight: Flight, completion: Completion) -> Recorded:
         question = flight.asked
         call = Call(
             np.asarray(flight.prompt, np.int32),
@@ -398,14 +339,14 @@ class _Gateway:
 
     # Its answer
 
-    def _answer(self, flight: _Flight) -> Answer:
+    def _answer(self, flight: Flight) -> Answer:
         kind = "chatcmpl" if flight.asked.chat else "cmpl"
         return Answer(f"{kind}-{flight.episode}-{flight.number}", flight.asked, flight.prompt)
 
-    def _visible(self, flight: _Flight, completion: Completion) -> str:
+    def _visible(self, flight: Flight, completion: Completion) -> str:
         return visible(self._engine.tokenizer, completion.tokens, flight.asked.stop, flight.asked.keep_stop)
 
-    def _said(self, flight: _Flight, completion: Completion) -> tuple[str, str, list[int], Json | None]:
+    def _said(self, flight: Flight, completion: Completion) -> tuple[str, str, list[int], Json | None]:
         """Text, finish reason, ids, log-probabilities."""
         ids = completion.tokens.tolist()
         logprobs = None
@@ -414,7 +355,7 @@ class _Gateway:
             logprobs = logprobs_of(tokens, completion.logprobs.tolist(), flight.asked.chat)
         return self._visible(flight, completion), str(completion.stop), ids, logprobs
 
-    async def _stream(self, flight: _Flight, request: Request) -> AsyncIterator[str]:
+    async def _stream(self, flight: Flight, request: Request) -> AsyncIterator[str]:
         """Server-sent events. The last ones wait for the journal."""
         answer = self._answer(flight)
         question = flight.asked
@@ -442,20 +383,6 @@ class _Gateway:
             yield _event(error.body())
 
 
-class _Events(StreamingResponse):
-    """A stream that hangs up on the engine when it ends early, whoever ended it."""
-
-    def __init__(self, flight: _Flight, events: AsyncIterator[str], headers: dict[str, str]) -> None:
-        super().__init__(events, headers=headers | {"cache-control": "no-cache"}, media_type="text/event-stream")
-        self._flight = flight
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._flight.hang_up()
-
-
 def _event(body: Json) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
@@ -464,7 +391,7 @@ def _no_episode(name: str) -> ApiError:
     return ApiError(404, "no_such_episode", f"episode {name!r} has no recorded call")
 
 
-def _engine_stopped(flight: _Flight) -> ApiError:
+def _engine_stopped(flight: Flight) -> ApiError:
     message = "the engine stopped before the end; what it sampled is recorded as aborted"
     return ApiError(503, "engine_stopped", message, cause=flight.trouble)
 
@@ -504,19 +431,3 @@ def _outcome(body: object) -> tuple[float, str | None]:
         raise ApiError(400, "invalid_request", 'the body must be like {"reward": 1.0}, and may have a "task"')
     reward = number("reward", body.get("reward"))
     return reward, None if body.get("task") is None else text("task", body["task"])
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> bool:
-    """Whether the work was done before the client hung up."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.create_task(work), asyncio.create_task(gone())
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    done = tasks[0].done()
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    return done

@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -202,7 +203,7 @@ class Journal:
         """Waits for one record and takes all that came with it; empty at the end."""
         batch: list[_Entry] = []
         size = 0
-        try:
+        with suppress(Empty):  # no more have come yet
             while size < _GROUP_BYTES:
                 entry = self._queue.get(block=not batch)
                 if entry is None:
@@ -211,8 +212,6 @@ class Journal:
                     break
                 batch.append(entry)
                 size += len(entry[0])
-        except Empty:
-            pass
         return batch
 
     def _write(self, data: bytes) -> JournalError | None:

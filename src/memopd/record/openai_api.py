@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -230,11 +231,9 @@ def _integer(name: str, value: Any, least: int, below: int) -> int:
 
 def number(name: str, value: Any, fits: Callable[[float], bool] = math.isfinite, what: str = "that is finite") -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
+        with suppress(OverflowError):  # an integer that no float holds
             if math.isfinite(value) and fits(value):
                 return float(value)
-        except OverflowError:  # an integer that no float holds
-            pass
     raise _wrong(name, f"must be a number {what}")
 
 

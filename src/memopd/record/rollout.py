@@ -111,6 +111,14 @@ def prefix_of(tokenizer: Any, message: str) -> Ids:
     return codec_of(tokenizer).encode(text)
 
 
+def check_fits(task: Task, prefix: Ids, limit: int, setting: str = "max_context") -> None:
+    if len(prefix) >= limit:
+        raise ValueError(
+            f"task {task.id!r}: what it asks has {len(prefix)} tokens, and {setting} is {limit}: raise it, or leave "
+            "the task out"
+        )
+
+
 def episode_seed(seed: int, id: str) -> int:
     """63 bits that depend on the run's seed and the episode's name, and on nothing else."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{id}".encode(), digest_size=8).digest()) >> 1
@@ -125,11 +133,7 @@ def _start(environment: Environment, tokenizer: Any, id: str, task: Task, seed: 
     if opening.text is None:
         raise ValueError(f"task {task.id!r}: the environment's start() gave no text to begin with")
     prefix = prefix_of(tokenizer, opening.text)
-    if len(prefix) >= max_context:
-        raise ValueError(
-            f"task {task.id!r}: what it asks has {len(prefix)} tokens, and max_context is {max_context}: raise it, or "
-            "leave the task out"
-        )
+    check_fits(task, prefix, max_context)
     return _Live(id, task, prefix, episode_seed(seed, id), time.time(), opening.stop)
 
 
