@@ -27,7 +27,7 @@ test: $(READY)
 # Minutes to an hour. Its dated results are committed.
 test-slow: SHELL := /bin/bash
 test-slow: $(READY)
-	set -o pipefail; (date -u +%F; MEMOPD_VLLM_PYTHON=$(wildcard $(VLLM)/bin/python) $(BIN)/python -m pytest -m slow -rp --durations=5) 2>&1 | tee docs/results/test-slow.txt
+	set -o pipefail; (date -u +%F; MEMOPD_VLLM_PYTHON=$(wildcard $(VLLM)/bin/python) $(BIN)/python -m pytest -m slow -rp --durations=5) 2>&1 | tee tests/results/test-slow.txt
 
 # Against real vLLM, in an environment of its own that is kept for the next time. It says so where it skips.
 test-vllm: $(READY)

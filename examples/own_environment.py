@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memopd.agent.environment import SearchEnvironment
 from memopd.agent.memory import Mem1
+from memopd.agent.rollout import repeat, rollout
 from memopd.engine.local import LocalEngine
 from memopd.record import write_episodes
-from memopd.record.rollout import repeat, rollout
 from memopd.retrieval import open_index
 from memopd.tasks.files import read_tasks
 from memopd.types import Sampling

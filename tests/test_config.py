@@ -47,7 +47,7 @@ def test_shapes_of_the_world(name, millions):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from memopd.tasks.tokenizer import END, PAD, SPECIAL, train_tokenizer
+    from memopd.world.tokenizer import END, PAD, SPECIAL, train_tokenizer
 
     shape = json.loads(SHIPPED[0].with_name("models").joinpath(f"{name}.json").read_text())
     with torch.device("meta"):

@@ -1,6 +1,5 @@
 """Documents say what the result files say: tables of numbers are made from one, or name the command that made them."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -9,23 +8,21 @@ from pathlib import Path
 import pytest
 import typer
 
+from benchmarks.table import markdown
+from benchmarks.tables import load, tables_of
 from memopd import cli
-from memopd.bench.table import markdown
-from memopd.bench.tables import load, tables_of
 from memopd.config import SECTIONS
 from memopd.evaluate.summary import Estimate
 from memopd.evaluate.tables import shown
-from memopd.experiments.shown import COLUMNS, DEPENDENCY
+from paper import refresh
+from paper.shown import COLUMNS, DEPENDENCY
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "paper" / "results"
 
-spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
-refresh = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(refresh)
 
 WRITTEN = [p for p in refresh.DOCUMENTS if RESULTS not in p.parents and p.name != "models.md"]  # by people
-BENCHES = sorted(RESULTS.glob("*.jsonl"))
+BENCHES = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 COMMAND = re.compile(r"\b(memopd [a-z]|make [a-z]|pytest |python |torchrun )")
 MEASURED = re.compile(r"\d\.\d|\d ?%|\d×|\de-?\d|\d (?:ms|s|MB|GB|GiB)\b")
 
@@ -48,7 +45,7 @@ def tables(text):
 def test_blocks_are_what_the_result_files_make(document):
     text = document.read_text()
     assert text.count("<!-- made by") == len(refresh.BLOCK.findall(text)), "a block is not closed, or misspelt"
-    assert refresh.refreshed(text) == text, "run `python docs/refresh.py`"
+    assert refresh.refreshed(text) == text, "run `python paper/refresh.py`"
 
 
 def test_the_readme_has_no_number_of_its_own():

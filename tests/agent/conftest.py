@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from memopd.record.demonstrations import texts_of
 from memopd.retrieval import Passage, build_index, open_index, write_corpus
-from memopd.tasks.tokenizer import train_tokenizer
-from memopd.tasks.world import make_world
+from memopd.world.demonstrations import texts_of
+from memopd.world.encyclopedia import make_world
+from memopd.world.tokenizer import train_tokenizer
 
 
 def build(folder, passages):

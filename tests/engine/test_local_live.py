@@ -10,8 +10,8 @@ import torch
 from test_stops import byte_level
 
 from memopd.engine import Request
-from memopd.engine.cache import Cache
 from memopd.engine.local import LocalEngine
+from memopd.engine.local.cache import Cache
 from memopd.engine.stops import vocabulary_bytes
 from memopd.types import Sampling, StopReason
 from memopd.verify.families import VOCABULARY, tiny_model

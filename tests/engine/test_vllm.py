@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from memopd.engine import Request
-from memopd.engine import vllm_servers as servers
-from memopd.engine.vllm import StaleWeights, VllmEngine
-from memopd.engine.vllm_start import Interpreter, command, find_vllm
-from memopd.engine.vllm_weights import version_of, write
+from memopd.engine.vllm import servers
+from memopd.engine.vllm.engine import StaleWeights, VllmEngine
+from memopd.engine.vllm.start import Interpreter, command, find_vllm
+from memopd.engine.vllm.weights import version_of, write
 from memopd.types import Sampling, StopReason
 
 LOGPROB = -0.5
@@ -655,13 +655,13 @@ def test_the_verb_passes_on_what_follows_the_dashes(monkeypatch, tmp_path):
     from typer.testing import CliRunner
 
     from memopd.cli import policy
-    from memopd.engine import vllm_start
+    from memopd.engine.vllm import start
 
     app = typer.Typer()
     policy.register(app)
     became = []
-    monkeypatch.setattr(vllm_start, "find_vllm", lambda python: Interpreter("py", on_cpu=False))
-    monkeypatch.setattr(vllm_start, "become", lambda line, environment: became.append(line))
+    monkeypatch.setattr(start, "find_vllm", lambda python: Interpreter("py", on_cpu=False))
+    monkeypatch.setattr(start, "become", lambda line, environment: became.append(line))
     refused = CliRunner().invoke(app, [str(tmp_path)])
     assert isinstance(refused.exception, ValueError)
     assert "no config.json" in str(refused.exception)

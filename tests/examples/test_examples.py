@@ -19,17 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memopd.agent.environment import SearchEnvironment
 from memopd.agent.memory import Mem1
-from memopd.agent.oracle import Oracle
+from memopd.agent.rollout import repeat, rollout
 from memopd.engine.local import LocalEngine
+from memopd.gateway.server import create_app
 from memopd.record import import_calls, read_episodes, write_episodes
-from memopd.record.demonstrations import write_world
-from memopd.record.gateway import create_app
-from memopd.record.rollout import repeat, rollout
 from memopd.retrieval import open_index
 from memopd.tasks.files import read_tasks, write_tasks
 from memopd.tasks.grading import grade, reward_of
-from memopd.tasks.world import Difficulty
 from memopd.types import Sampling
+from memopd.world.demonstrations import write_world
+from memopd.world.encyclopedia import Difficulty
+from memopd.world.oracle import Oracle
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -228,7 +228,7 @@ def test_the_student_is_made_again(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(["sh", "examples/student.sh", "out"], cwd=tmp_path, env=environment, check=True)
+    subprocess.run(["sh", "paper/student.sh", "out"], cwd=tmp_path, env=environment, check=True)
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "student-5" / "model")
     shipped = AutoModelForCausalLM.from_pretrained(STUDENT)
     assert {n: p.shape for n, p in made.named_parameters()} == {n: p.shape for n, p in shipped.named_parameters()}

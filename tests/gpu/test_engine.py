@@ -6,9 +6,9 @@ import torch
 
 from memopd.engine import Request
 from memopd.engine import local as local_module
-from memopd.engine.attention import Span, _plain
-from memopd.engine.fit import length_limit
 from memopd.engine.local import LocalEngine
+from memopd.engine.local.attention import Span, _plain
+from memopd.engine.local.fit import length_limit
 from memopd.score import head_of
 from memopd.types import Call, Sampling
 from memopd.verify.equivalence import MORE_PRECISE, alone_states, at_precision, sampled_tokens
@@ -55,7 +55,7 @@ def test_kernel(heads, kv, d, dtype):
 
     Or what a running sum over the keys rounds by: the kernel adds blocks one after the other, a plain product pairwise.
     """
-    from memopd.engine.kernel import tiles_of
+    from memopd.engine.local.kernel import tiles_of
 
     torch.manual_seed(0)
     keys, values = (torch.randn(5, 300, kv, d, device=CUDA).to(dtype) for _ in range(2))

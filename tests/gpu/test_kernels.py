@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.attention import thin_trie, trie_of
 from memopd.attention.cascade import CascadePlan
 from memopd.attention.dense import DensePlan
 from memopd.attention.flex import FlexPlan
-from memopd.bench.attention import thin_trie, trie_of
 from memopd.score import Head, Target, vocabulary_scores
 from memopd.score.vocabulary import reference_scores
 from memopd.verify import equivalence, gradient_equivalence

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.shapes import episodes_of, independent, random_model
 from memopd.attention import own_attention
-from memopd.bench.shapes import episodes_of, independent, random_model
 from memopd.compile import compile_calls
 from memopd.score import call_states, decision_states, head_of, vocabulary_scores
 

@@ -8,8 +8,8 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 import numpy as np
-from optimise.tiny import CONFIG, THINK, recorded, save_model
 from tokenizers import Tokenizer, models
+from train.tiny import CONFIG, THINK, recorded, save_model
 from transformers import PreTrainedTokenizerFast
 
 from memopd.config import load_config
@@ -64,7 +64,7 @@ def run_of(state: str = "aligned", seed: int = 0) -> Path:
 
 @cache
 def _run(state: str, seed: int) -> Path:
-    from memopd.optimise.train import train
+    from memopd.train.train import train
 
     name = f"{state}-{seed}<img src=x onerror=window.pwned=6>"
     settings = {"teacher.state": state, "run.seed": str(seed), "optimise.tasks": "4", "optimise.mini_batch": "2"}

@@ -9,11 +9,11 @@ import pytest
 from browser import Browser
 from pages import HOSTILE, run_of, workshop
 
-from memopd.optimise.log import read_metrics
-from memopd.optimise.traces import read_traces
 from memopd.record import read_episodes
 from memopd.report import page as made
 from memopd.report import write_report
+from memopd.train.log import read_metrics
+from memopd.train.traces import read_traces
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,20 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from optimise.tiny import THINK
 from pages import run_of, workshop
+from train.tiny import THINK
 
 from memopd.compile import compile_calls
 from memopd.config import load_config
-from memopd.optimise.batch import compile_batches
-from memopd.optimise.learner import build
-from memopd.optimise.scoring import score_batches
-from memopd.optimise.terms import make_terms
-from memopd.optimise.traces import EPISODES, make_traces, read_traces, write_traces
-from memopd.optimise.train import train
-from memopd.optimise.update import update
 from memopd.record import read_episodes
 from memopd.score import Target, score, teacher_target
+from memopd.train.batch import compile_batches
+from memopd.train.learner import build
+from memopd.train.scoring import score_batches
+from memopd.train.terms import make_terms
+from memopd.train.traces import EPISODES, make_traces, read_traces, write_traces
+from memopd.train.train import train
+from memopd.train.update import update
 from memopd.verify.audit import persistent_states
 
 

@@ -9,8 +9,8 @@ import pytest
 from real_vllm import free_port, make_model, scorer, serving, wait_until_up
 
 from memopd.engine import Request
-from memopd.engine import vllm_weights as weighing
-from memopd.engine.vllm import StaleWeights, VllmEngine
+from memopd.engine.vllm import weights as weighing
+from memopd.engine.vllm.engine import StaleWeights, VllmEngine
 from memopd.types import Sampling
 
 pytestmark = pytest.mark.slow  # each starts servers of its own

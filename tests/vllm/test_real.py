@@ -1,22 +1,17 @@
 """One real vLLM server: ids and log-probabilities as recorded, weight updates that are seen to have arrived."""
 
 import copy
-import json
-import os
-import subprocess
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from real_vllm import PYTHON, prompts_of, scorer
+from real_vllm import prompts_of, scorer
 
-import memopd
 from memopd.engine import Request
-from memopd.engine import vllm_weights as weighing
-from memopd.engine.vllm import StaleWeights, VllmEngine, rounding_tolerance
+from memopd.engine.vllm import weights as weighing
+from memopd.engine.vllm.engine import StaleWeights, VllmEngine, rounding_tolerance
 from memopd.types import Sampling, StopReason
 
 
@@ -241,25 +236,6 @@ def test_weights_may_come_another_way(engine, second, first):
     engine.update(send, version=9)
     engine.verify(scorer(second[1]), prompts_of(first[2], 4), tolerance=1e-3)
     assert engine.generate(requests_of(first[2], 1))[0].policy_version == 9
-
-
-@pytest.mark.slow  # imports vLLM
-def test_vllms_transfer_is_driven_as_vllm_expects():
-    """Up to the broadcast itself, which needs GPUs: the calls that vLLM's trainer side makes to a server for us."""
-    script = Path(__file__).with_name("transfer_script.py")
-    source = Path(memopd.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(source)}
-    done = subprocess.run([PYTHON, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    routes = [route for route, _ in said]
-    assert routes[0] == "/get_world_size"
-    assert sorted(routes[1:3]) == ["/init_weight_transfer_engine", "meet"]  # at the same time
-    once = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    assert [r for r in routes[3:] if r != "send"] == 2 * once  # the meeting is kept
-    contents = dict(map(tuple, said))
-    assert contents["meet"] == contents["/init_weight_transfer_engine"]["init_info"]["world_size"] == 3
-    assert contents["send"] == contents["/update_weights"]["update_info"]["names"] == ["weight", "bias"]
 
 
 def test_weights_that_did_not_arrive_stop_the_run_by_name(engine, server, first):

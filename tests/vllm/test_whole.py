@@ -16,13 +16,13 @@ import pytest
 import torch
 from real_vllm import PYTHON, free_port, make_model, scorer, serving, wait_until_up
 
+from benchmarks.engine import run_engine, work_of
 from memopd import compile_calls, verify
-from memopd.bench.engine import run_engine, work_of
-from memopd.engine import vllm_weights as weighing
 from memopd.engine.protocol import Completion
-from memopd.optimise.log import read_metrics
+from memopd.engine.vllm import weights as weighing
 from memopd.record import read_episodes
 from memopd.retrieval import Passage, build_index, write_corpus
+from memopd.train.log import read_metrics
 
 MEMOPD = [sys.executable, "-m", "memopd.cli"]
 CONFIG = """

@@ -113,8 +113,8 @@ def _copies(rows: Sequence[NDArray[Any]], nodes: Sequence[Node], device: torch.d
     return Copies.of(np.concatenate(rows), nodes[-1].stop, device)
 
 
-# Milliseconds, forward + backward, fitted to `memopd bench attention` (H200, bf16, 16 query and 2 key-value heads of
-# 128): only their proportions matter.
+# Milliseconds, forward + backward, fitted to `python -m benchmarks attention` (H200, bf16, 16 query and 2 key-value
+# heads of 128): only their proportions matter.
 TILE = 128  # queries a block of the kernel works on at once, wanted or not
 PER_SCORE = 0.068e-6
 PER_KEY = 0.013e-3  # gathered

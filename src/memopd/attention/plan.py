@@ -63,7 +63,7 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Plan:
     return plan
 
 
-CPU_CASCADE_FROM = 512  # rows; below it one dense mask is faster on a CPU (`memopd bench attention`)
+CPU_CASCADE_FROM = 512  # rows; below it one dense mask is faster on a CPU (`python -m benchmarks attention`)
 
 
 def choose_attention(config: Any, device: str, dtype: torch.dtype, rows: int) -> tuple[str, str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 from typing import Annotated
 
 import typer
 
-from memopd.cli import audit, bench, experiment, policy, report, retrieval, rollout, tasks, train, world
+from memopd.cli import audit, policy, report, retrieval, rollout, tasks, train, world
 from memopd.cli.gateway import gateway
-from memopd.cli.options import err
+from memopd.cli.options import run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,8 +25,6 @@ app.command()(gateway)
 app.add_typer(audit.app)
 app.add_typer(train.app)
 app.add_typer(report.app)
-app.add_typer(bench.app, name="bench")
-app.add_typer(experiment.app)
 
 
 def say_version(asked: bool) -> None:
@@ -50,12 +45,4 @@ def options(
 
 
 def main() -> None:
-    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
-    try:
-        app()
-    except (ValueError, OSError) as error:  # what a user did; anything else is ours and keeps its traceback
-        if os.environ.get("MEMOPD_DEBUG"):
-            raise
-        err.print(f"memopd: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
-        sys.exit(2)
+    run(app)

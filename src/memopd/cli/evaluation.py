@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memopd.agent.rollout import codec_of, repeat
 from memopd.evaluate import Measures, Result, Setting, compare, comparison_table, measure_all, summarise
 from memopd.evaluate.tables import table_1, table_2
-from memopd.record.rollout import codec_of, repeat
 from memopd.tasks.files import read_tasks
 
 COMPARED = ("em", "f1", "peak", "dependency")

@@ -63,7 +63,7 @@ def serve(engine: Any, store: Path, name: str, token: str | None, host: str, por
     """Until it is told to stop."""
     import uvicorn
 
-    from memopd.record.gateway import create_app
+    from memopd.gateway.server import create_app
 
     app = create_app(engine, store, model=name, token=token)
     print(f"memopd: {name!r} at http://{host}:{port}/episodes/NAME/v1, recording to {store}", flush=True)

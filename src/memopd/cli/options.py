@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -16,6 +17,19 @@ out = Console(width=None if sys.stdout.isatty() else 140)  # files and pipes get
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def run(app: typer.Typer) -> None:
+    """A command line: logs on stderr, and one line for a user's mistake."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+    try:
+        app()
+    except (ValueError, OSError) as error:  # what a user did; anything else is ours and keeps its traceback
+        if os.environ.get("MEMOPD_DEBUG"):
+            raise
+        err.print(f"memopd: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2)
 
 
 class Precision(StrEnum):
@@ -58,7 +72,7 @@ def load_model(path: str, dtype: Precision) -> Any:
     """A causal LM from a folder or the hub: safetensors only, no remote code."""
     import torch
 
-    from memopd.optimise.models import load_causal_lm
+    from memopd.train.models import load_causal_lm
 
     return load_causal_lm(os.path.expanduser(path), getattr(torch, dtype)).to(device()).eval()
 

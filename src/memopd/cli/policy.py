@@ -30,7 +30,7 @@ def policy(
     python: Annotated[Path | None, typer.Option(help="An interpreter that has vLLM, if not this one.")] = None,
 ) -> None:
     """Serve a model with vLLM for sampling and training. What follows -- goes to vLLM as it is."""
-    from memopd.engine.vllm_start import become, command, find_vllm
+    from memopd.engine.vllm.start import become, command, find_vllm
 
     model = os.path.expanduser(model)
     check_model_folder(model)

@@ -70,8 +70,8 @@ def rollout(
     train: Train = None,
 ) -> None:
     """Sample episodes and record every call: the ids it read, the ids it sampled, their log-probabilities."""
+    from memopd.agent.rollout import repeat
     from memopd.record import read_episodes, write_episodes
-    from memopd.record.rollout import repeat
     from memopd.tasks.files import read_tasks
     from memopd.types import Sampling
 
@@ -203,7 +203,7 @@ class Run:
 
         from memopd.agent.environment import SearchEnvironment
         from memopd.agent.memory import memory_rule
-        from memopd.record.rollout import codec_of
+        from memopd.agent.rollout import codec_of
         from memopd.retrieval import open_index
 
         self.pairs = pairs
@@ -215,7 +215,7 @@ class Run:
         self.engine = self._engine(model, servers, policy, dtype, train, max_context + sampling.max_tokens)
 
     def episodes(self) -> Iterator[Any]:
-        from memopd.record.rollout import rollout
+        from memopd.agent.rollout import rollout
 
         try:
             yield from rollout(
@@ -230,8 +230,8 @@ class Run:
         self, model: str | None, servers: str | None, policy: Policy | None, dtype: Precision, train: Path | None,
         max_length: int,
     ) -> Any:  # fmt: skip
-        from memopd.agent.oracle import CARELESS, Guesser, Oracle
         from memopd.tasks.files import read_tasks
+        from memopd.world.oracle import CARELESS, Guesser, Oracle
 
         if policy is Policy.oracle:
             return Oracle(self.pairs, self.tokenizer, self.seed)

@@ -34,7 +34,7 @@ def sft(
 
     settings = load_config(config, overrides(context.args, {"sft.keep": keep}))
     with one_line_for_what_ran_out(output):
-        from memopd.optimise.sft import sft as run
+        from memopd.train.sft import sft as run
 
         run(settings, output, resume)
     say_where(output)
@@ -57,7 +57,7 @@ def train(
     short = {"teacher.state": teacher_state, "sampling.replay": replay}
     settings = load_config(config, overrides(context.args, short))
     with one_line_for_what_ran_out(output):
-        from memopd.optimise.train import train as run
+        from memopd.train.train import train as run
 
         run(settings, output, resume)
     say_where(output)

@@ -25,8 +25,8 @@ def world(
     ] = 4000,
 ) -> None:
     """An invented encyclopedia with its index, tokenizer and tasks, and an oracle's episodes to imitate."""
-    from memopd.record.demonstrations import write_world
-    from memopd.tasks.world import Difficulty
+    from memopd.world.demonstrations import write_world
+    from memopd.world.encyclopedia import Difficulty
 
     given = {"distractors": distractors, "wordings": wordings}
     settings: dict[str, object] = {name: value for name, value in given.items() if value is not None}

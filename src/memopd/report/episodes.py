@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from memopd.optimise.traces import EPISODES, Trace, read_traces
 from memopd.record import read_episodes
 from memopd.report.contexts import Context, Piece, contexts
 from memopd.report.runs import Run
 from memopd.tasks import Task
 from memopd.tasks.files import read_tasks
+from memopd.train.traces import EPISODES, Trace, read_traces
 from memopd.types import Call, Episode
 
 STEPS = 12  # of a run, its first and its last among them

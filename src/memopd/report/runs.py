@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memopd.optimise.log import read_metrics
+from memopd.train.log import read_metrics
 
 
 @dataclass(frozen=True, slots=True)

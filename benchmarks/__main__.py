@@ -1,0 +1,276 @@
+"""`python -m benchmarks ...`: every claim about speed has a command here.
+
+What was asked for is looked at before torch is imported: a mistake is answered at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memopd.cli.options import Attention, Json, Precision, device, load_model, numbers, out, plain, run, track
+
+app = typer.Typer(
+    help="Measure: every claim about speed has a command here.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Plot = Annotated[Path | None, typer.Option(help="Also draw, to this file.")]
+Repeats = Annotated[int, typer.Option(help="Timed repetitions; the median counts.")]
+
+
+def chosen(text: str, what: str, known: Iterable[str]) -> list[str]:
+    """The names in a comma-separated list."""
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}: choose from {', '.join(known)}")
+    return names
+
+
+def report(results: Iterable[Any], as_json: bool, plot_to: Path | None = None, **setting: Any) -> list[Any]:
+    """Collect results; as JSON, print each on its own line as it comes, with what it was measured on."""
+    from benchmarks.tables import plot, tables_of
+    from benchmarks.timing import machine
+
+    setting |= machine()
+    if not as_json:
+        out.print(", ".join(f"{key} {value}" for key, value in setting.items()), markup=False)
+    collected = []
+    for result in results:
+        collected.append(result)
+        if as_json:
+            print(json.dumps(plain({**setting, **result.as_dict()})), flush=True)
+    if not as_json:
+        for made in tables_of(collected):
+            out.print(made)
+    if plot_to is not None:
+        plot(collected, plot_to)
+    return collected
+
+
+@app.command("show")
+def bench_show(
+    results: Annotated[Path, typer.Argument(help="What a benchmark printed with --json.")],
+    plot: Plot = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a document.")] = False,
+) -> None:
+    """Recorded results as tables, and as a plot."""
+    from benchmarks.recorded import read_lines
+
+    read_lines(results)
+
+    from benchmarks.table import markdown as as_markdown
+    from benchmarks.tables import load, tables_of
+    from benchmarks.tables import plot as draw_plot
+
+    loaded = load(results)
+    for made in tables_of(loaded):
+        print(as_markdown(made) + "\n") if markdown else out.print(made)
+    if plot is not None:
+        draw_plot(loaded, plot)
+
+
+@app.command("compile")
+def bench_compile(
+    episodes: Annotated[int, typer.Option()] = 256,
+    calls: Annotated[int, typer.Option(help="Calls an episode, about 1,000 tokens each.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """The compiler: tokens per second on one core, ten times the calls beside it, memory."""
+    from benchmarks.compiler import run_compile
+
+    results = run_compile(episodes, calls)
+    if as_json:
+        for r in results:
+            print(json.dumps(r.as_dict()))
+        return
+    for r in results:
+        out.print(
+            f"{r.calls:,} calls, {r.tokens:,} tokens -> {r.rows:,} rows: {r.seconds:.3f} s of CPU, "
+            f"{r.tokens_per_second / 1e6:.1f} M tokens/s, memory {r.memory:.2f} × input"
+        )
+    out.print(f"ten times the calls took {results[1].seconds / results[0].seconds:.1f} times as long")
+
+
+@app.command("actor")
+def bench_actor(
+    model: Annotated[str, typer.Option(help="A model shape (random weights) or a folder.")] = "qwen2.5-3b",
+    shapes: Annotated[str, typer.Option(help="Of q2, q8, q16, audit, append; comma-separated.")] = "q2,q8,q16",
+    batches: Annotated[str, typer.Option(help="Multiples of a shape's trajectories.")] = "1,2,4",
+    episodes: Annotated[Path | None, typer.Option(help="Recorded episodes instead of shapes.")] = None,
+    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, in all arms.")] = True,
+    repeats: Repeats = 5,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Forward and backward of an actor over the same calls: independent, merged, packed."""
+    from benchmarks.shapes import MODELS, NAMES, episodes_of, random_model
+    from memopd.record import read_episodes
+
+    if episodes is not None:
+        work = [(episodes.name, 1, list(read_episodes(episodes)))]
+    else:
+        named, times = chosen(shapes, "shape", NAMES), numbers(batches)
+        work = [(s, b, episodes_of(s, b)) for b in times for s in named]
+
+    import torch
+
+    from benchmarks.actor import compile_layers, run_actor
+    from benchmarks.timing import matmul_peak
+
+    kind = getattr(torch, dtype)
+    policy = random_model(model, kind, device()) if model in MODELS else load_model(model, dtype)
+    compiled = compiled and device() == "cuda"
+    if compiled:
+        compile_layers(policy)
+    peak = matmul_peak(kind, device())
+    runs = (run_actor(policy, e, name, batch, peak, repeats, compiled) for name, batch, e in track("actor", work))
+    tflops = round(peak / 1e12, 1)
+    report(runs, as_json, plot, model=model, dtype=dtype, compiled=compiled, matmul_tflops=tflops)
+
+
+@app.command("head")
+def bench_head(
+    decisions: Annotated[int, typer.Option()] = 8192,
+    vocabulary: Annotated[int, typer.Option()] = 151_936,
+    widths: Annotated[str, typer.Option(help="student:teacher, comma-separated.")] = "2048:3584,2048:2048,3584:3584",
+    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    repeats: Repeats = 5,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """log p, entropy and reverse KL over the full vocabulary, forward and backward."""
+    pairs = [tuple(numbers(pair, ":")) for pair in widths.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"--widths takes student:teacher pairs such as 2048:3584, got {widths!r}")
+
+    import torch
+
+    from benchmarks.head import run_head
+
+    kind = getattr(torch, dtype)
+    arms = (run_head(decisions, vocabulary, s, t, kind, device(), repeats) for s, t in track("head", pairs))
+    report(arms, as_json, plot, dtype=dtype)
+
+
+@app.command("attention")
+def bench_attention(
+    rows: Annotated[str, typer.Option()] = "1024,4096,16384,65536",
+    depths: Annotated[str, typer.Option()] = "2,4,8",
+    calls: Annotated[str, typer.Option(help="Calls in the trie, about.")] = "8,64,512",
+    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    repeats: Repeats = 5,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """The kernels alone, on tries of several depths and sizes."""
+    sizes = [numbers(values) for values in (rows, depths, calls)]
+
+    import torch
+
+    from benchmarks.attention import sweep
+
+    kernels = track("attention", sweep(*sizes, getattr(torch, dtype), device(), repeats))
+    report(kernels, as_json, plot, dtype=dtype)
+
+
+@app.command("rce")
+def bench_rce(
+    model: Annotated[str, typer.Option(help="A model shape, random weights.")] = "qwen2.5-3b",
+    shapes: Annotated[str, typer.Option()] = "q2,q16",
+    dtypes: Annotated[str, typer.Option()] = "float32,bfloat16",
+    attentions: Annotated[str, typer.Option()] = "cascade,flex",
+    gradients: Annotated[bool, typer.Option("--gradients/--no-gradients")] = True,
+    as_json: Json = False,
+) -> None:
+    """Packed logits and gradients against every call alone. Exit status 1 when a check does not pass."""
+    from benchmarks.shapes import MODELS, NAMES
+
+    chosen(model, "model shape", MODELS)
+    precisions, named = chosen(dtypes, "precision", list(Precision)), chosen(shapes, "shape", NAMES)
+    kernels = chosen(attentions, "attention", list(Attention))
+
+    import torch
+
+    from benchmarks.rce import run_rce
+
+    work = track("rce", [(d, s) for d in precisions for s in named])
+    checks = (r for d, s in work for r in run_rce(model, s, getattr(torch, d), kernels, device(), gradients))
+    results = report(checks, as_json, model=model)
+    ok = all(r.logits.passed and (r.gradients is None or r.gradients.passed) for r in results)
+    raise typer.Exit(0 if ok else 1)
+
+
+@app.command("engine")
+def bench_engine(
+    models: Annotated[str, typer.Option(help="Of 3m, 10m: the embedded world's sizes, random weights.")] = "3m,10m",
+    dtype: Annotated[Precision, typer.Option()] = Precision.float32,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="generate with a compiled step too.")] = True,
+    vllm: Annotated[Path | None, typer.Option(help="An interpreter that has vLLM: a server beside the others.")] = None,
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """The local engine beside transformers' generate, its continuous batching, and vLLM, on prompts of any length."""
+    import torch
+
+    from benchmarks.engine import run_engine
+
+    kind = getattr(torch, dtype)
+    sizes = track("engine", models.split(","))
+    runs = (run_engine(name, kind, device(), repeats, compiled, vllm) for name in sizes)
+    report(runs, as_json, dtype=dtype)
+
+
+@app.command("retrieval")
+def bench_retrieval(
+    corpus: Annotated[Path | None, typer.Option(help="A corpus of yours; a synthetic one otherwise.")] = None,
+    questions: Annotated[Path | None, typer.Option(help="FlashRAG questions with supporting_ids.")] = None,
+    passages: Annotated[int, typer.Option(help="Of the synthetic corpus.")] = 100_000,
+    queries: Annotated[int, typer.Option()] = 1000,
+    as_json: Json = False,
+) -> None:
+    """The lexical index, the same as a service for 32 clients, and bm25s, on one corpus."""
+    from benchmarks.retrieval import run_retrieval
+
+    report(run_retrieval(corpus, questions, passages, queries), as_json)
+
+
+@app.command("growth")
+def bench_growth(
+    sizes: Annotated[str, typer.Option(help="Passages, comma-separated.")] = "100000,1000000",
+    queries: Annotated[int, typer.Option()] = 1000,
+    as_json: Json = False,
+) -> None:
+    """How a lexical index grows with its corpus."""
+    from benchmarks.retrieval_growth import run_growth
+
+    report(run_growth(numbers(sizes), queries), as_json)
+
+
+@app.command("update")
+def bench_update(
+    student: Annotated[str, typer.Option(help="A model shape, random weights; the critic has it too.")] = "qwen2.5-3b",
+    teacher: Annotated[str, typer.Option(help="A model shape, random weights.")] = "qwen2.5-7b",
+    batch: Annotated[int, typer.Option(help="Times four Q2 trajectories.")] = 16,
+    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    as_json: Json = False,
+) -> None:
+    """One whole update (score, PPO, distillation): packed, and with every call in rows of its own."""
+    from benchmarks.shapes import MODELS
+
+    chosen(f"{student},{teacher}", "model shape", MODELS)
+
+    from benchmarks.update import run_update
+
+    report(run_update(student, teacher, device(), batch, dtype), as_json, dtype=dtype)
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,123 @@
+"""The vocabulary pass: log p(a), entropy and reverse KL over the full vocabulary, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import measure
+from memopd.score import Head, Target, vocabulary_scores
+from memopd.score.vocabulary import CHUNK, GROUP, reference_scores
+
+
+@dataclass(frozen=True, slots=True)
+class HeadArm:
+    name: str
+    computes: str
+    seconds: float
+    added_bytes: int
+    products: float  # time / time of the matrix products it performs; NaN where not counted
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadResult:
+    decisions: int
+    vocabulary: int
+    width: int
+    teacher_width: int
+    chunk: int
+    product_seconds: float
+    arms: tuple[HeadArm, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_head(
+    decisions: int,
+    vocabulary: int,
+    width: int,
+    teacher_width: int,
+    dtype: torch.dtype,
+    device: str,
+    repeats: int = 5,
+) -> HeadResult:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int, scale: float) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
+
+    states = random(decisions, width, scale=1.0).requires_grad_()
+    weight = random(vocabulary, width, scale=width**-0.5).requires_grad_()
+    theirs = random(decisions, teacher_width, scale=1.0)
+    their_weight = random(vocabulary, teacher_width, scale=teacher_width**-0.5)
+    tokens = torch.randint(vocabulary, (decisions,), generator=generator, device=device)
+    head, target = Head(weight, None), Target(Head(their_weight, None), theirs)
+
+    def clear() -> None:
+        states.grad = weight.grad = None
+
+    def ours() -> None:
+        s = vocabulary_scores(head, states, tokens, teacher=target)
+        assert s.divergence is not None
+        (s.divergence.mean() - s.logprob.mean() - 0.001 * s.entropy.mean()).backward()
+
+    def naive() -> None:
+        logprob, entropy, divergence = reference_scores(head, states, tokens, 1.0, target.head, theirs)
+        (divergence.mean() - logprob.mean() - 0.001 * entropy.mean()).backward()
+
+    def products() -> None:
+        """The products that `ours` performs and nothing else: forward, forward again, two for gradients."""
+        with torch.no_grad():
+            for s, t in zip(states.split(CHUNK), theirs.split(CHUNK), strict=True):
+                s @ weight.T
+                t @ their_weight.T
+            gradient = torch.zeros_like(weight)
+            for s, t in zip(states.split(GROUP * CHUNK), theirs.split(GROUP * CHUNK), strict=True):
+                z = torch.empty(len(s), vocabulary, dtype=dtype, device=device)
+                for part, into in zip(s.split(CHUNK), z.split(CHUNK), strict=True):
+                    torch.mm(part, weight.T, out=into)
+                for part in t.split(CHUNK):
+                    part @ their_weight.T
+                z @ weight
+                gradient.addmm_(z.T, s)
+
+    everything = "log p, entropy, KL"
+    product_seconds = measure(products, repeats).seconds
+    arms = [_measure("memopd", everything, ours, clear, repeats, product_seconds)]
+    arms.append(_measure("naive PyTorch", everything, naive, clear, repeats))
+    if (liger := _liger(states, weight, theirs, their_weight)) is not None:
+        arms.append(_measure("Liger fused linear JSD", "KL only", liger, clear, repeats))
+    clear()
+    return HeadResult(decisions, vocabulary, width, teacher_width, CHUNK, product_seconds, tuple(arms))
+
+
+def _measure(
+    name: str,
+    computes: str,
+    work: Callable[[], Any],
+    clear: Callable[[], None],
+    repeats: int,
+    products: float = float("nan"),
+) -> HeadArm:
+    try:
+        m = measure(work, repeats, fresh=clear)
+    except torch.OutOfMemoryError as why:
+        torch.cuda.empty_cache()
+        return HeadArm(name, computes, float("nan"), 0, float("nan"), str(why).split(". ")[0])
+    return HeadArm(name, computes, m.seconds, m.added_bytes, m.seconds / products)
+
+
+def _liger(states: Tensor, weight: Tensor, theirs: Tensor, their_weight: Tensor) -> Callable[[], Any] | None:
+    """Where it is installed: the strongest published kernel for the same divergence. It gives no log p or entropy."""
+    try:
+        from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
+    except ImportError:
+        return None
+    loss = LigerFusedLinearJSD(jsd_beta=1.0, temperature=1.0)
+    return lambda: loss(states, weight, theirs, their_weight, None).backward()

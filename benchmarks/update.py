@@ -1,0 +1,146 @@
+"""One whole update at real shapes: π_old, π_ref, V_φ and π_T scored, actor and critic stepped, with time and memory.
+
+The same episodes packed, and with every call in rows of its own; all else is the same code.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import episodes_of, random_model
+from memopd.config import ModelConfig, OptimiseConfig, RunConfig, TeacherConfig
+from memopd.train import ranks
+from memopd.train.batch import MiniBatch, compile_batches
+from memopd.train.learner import Learner, adamw
+from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, critic_from, lent, prepare, teacher_head
+from memopd.train.scoring import Guide, Scored, exact_states, policy_scores, values
+from memopd.train.terms import make_terms
+from memopd.train.update import update_actor, update_critic
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    name: str
+    seconds: float
+    peak_bytes: int  # of the whole device, during the stage
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    student: str
+    teacher: str
+    layout: str  # packed, or independent
+    episodes: int
+    calls: int
+    decisions: int
+    rows: int
+    tokens: int  # rows that independent calls need
+    stages: tuple[Stage, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(s.seconds for s in self.stages)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": self.seconds}
+
+
+def run_update(student: str, teacher: str, device: str, batch: int = 16, dtype: str = "bfloat16") -> Iterator[Any]:
+    """`batch` times Q2's four trajectories. Each layout runs twice; the second time counts."""
+    config = RunConfig(
+        model=ModelConfig(dtype=dtype, checkpointing=True),
+        optimise=OptimiseConfig(mini_batch=10**9),
+        teacher=TeacherConfig(weight=0.02),
+    )
+    learner = build(config, student, teacher, torch.device(device))
+    episodes = episodes_of("q2", batch)
+    episodes = [replace(e, reward=float(i % 3)) for i, e in enumerate(episodes)]
+    for layout, share in (("packed", True), ("independent", False)):
+        [mini] = compile_batches(episodes, replace(config.optimise, share=share), 0, 0)
+        for _ in range(2):
+            stages = tuple(one_update(learner, mini))
+        yield UpdateResult(
+            student, teacher, layout, len(episodes), len(mini.calls), len(mini), mini.rows, mini.tokens, stages
+        )
+    ranks.stop()
+
+
+def build(config: RunConfig, student: str, teacher: str, device: torch.device) -> Learner:
+    """As `learner.build` does from disk. Random weights are made on the device, which is quicker by far."""
+    m, o = config.model, config.optimise
+    dtype = getattr(torch, m.dtype)
+    frozen_teacher = random_model(teacher, dtype, str(device))
+    head = teacher_head(frozen_teacher, device)
+    pi_T = prepare(StatesRoot(frozen_teacher.to("cpu"), m.attention), m, device, trained=False)
+    pi_ref = prepare(
+        PolicyRoot(random_model(student, dtype, str(device)).to("cpu"), m.attention), m, device, trained=False
+    )
+    _tidy()
+    policy = random_model(student, torch.float32, str(device))
+    value = prepare(ValueRoot(critic_from(policy), m.attention), m, device, trained=True)
+    pi = prepare(PolicyRoot(policy, m.attention), m, device, trained=True)
+    _tidy()
+    return Learner(config, device, pi, adamw(pi, o.lr, 0.0), value, adamw(value, o.critic_lr, 0.0), pi_ref, pi_T, head)
+
+
+def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
+    o, temperature = learner.config.optimise, 1.0
+    assert learner.reference is not None
+    assert learner.critic is not None
+    assert learner.teacher is not None
+    assert learner.head is not None
+    found: dict[str, Any] = {}
+
+    def stage(name: str, work: Callable[[], Any]) -> Stage:
+        _sync()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        found[name] = work()
+        _sync()
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        return Stage(name, time.perf_counter() - begin, peak)
+
+    def on_device(root: Any, work: Callable[[], Any]) -> Any:
+        with lent(root, learner.device):
+            return work()
+
+    yield stage("score π_old", lambda: policy_scores(learner.student, batch, temperature))
+    yield stage(
+        "score π_ref",
+        lambda: on_device(learner.reference, lambda: policy_scores(learner.reference, batch, temperature)),
+    )
+    yield stage("score V_φ", lambda: values(learner.critic, batch))
+    yield stage("score π_T", lambda: on_device(learner.teacher, lambda: exact_states(learner.teacher, batch)))
+    old = found["score π_old"]
+    scored = Scored(old, found["score π_ref"], found["score V_φ"], torch.ones(len(old), dtype=torch.bool).numpy())
+    yield stage("advantages", lambda: make_terms([batch], [scored], o)[0][0])
+    guide = Guide(learner.head, found["score π_T"], torch.ones(len(old), dtype=torch.bool))
+    terms = found["advantages"]
+    yield stage(
+        "update actor",
+        lambda: update_actor(
+            learner.student, learner.actor_optimiser, batch, terms, o, temperature, guide, learner.config.teacher.weight
+        ),
+    )
+    learner.actor_optimiser.zero_grad(set_to_none=True)
+    assert learner.critic_optimiser is not None
+    yield stage("update critic", lambda: update_critic(learner.critic, learner.critic_optimiser, batch, terms, o))
+    learner.critic_optimiser.zero_grad(set_to_none=True)
+
+
+def _sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _tidy() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

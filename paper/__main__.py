@@ -1,0 +1,108 @@
+"""`python -m paper NAME`: the paper's tables and figures at the scale of the embedded world, each one command."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memopd.cli.options import numbers, run, track
+from memopd.cli.train import overrides
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Name(StrEnum):
+    main = "main"
+    single = "single"
+    control = "control"
+    state = "state"
+    rules = "rules"
+    corruption = "corruption"
+    domain = "domain"
+    packing = "packing"
+
+
+TRAINED = (Name.main, Name.single, Name.control)
+WORK, OUTPUT = Path("runs/paper"), Path("paper/results")
+
+
+class Split(StrEnum):
+    dev = "dev"
+    test = "test"
+
+
+@app.command()
+def experiment(
+    names: Annotated[list[Name], typer.Argument(metavar="NAME...", help=", ".join(Name))],
+    config: Annotated[Path | None, typer.Option(help="Default: paper/configs/NAME.toml.")] = None,
+    work: Annotated[Path, typer.Option(help="Runs and results; goes on with what is there.")] = WORK,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where tables and pictures go.")] = OUTPUT,
+    split: Annotated[Split, typer.Option(help="dev, to choose settings with (main, single, control).")] = Split.test,
+    seeds: Annotated[str | None, typer.Option(help="Only these, as in 0,1.")] = None,
+    arms: Annotated[str | None, typer.Option(help="Only these of ppo, persistent, memopd.")] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Of the training: optimise.lr=1e-5.")] = None,
+    collect: Annotated[bool, typer.Option("--collect", help="Make nothing: show what is there.")] = False,
+) -> None:
+    """The paper's tables and figures. What is there is not made again."""
+    if config is not None and len(names) > 1:
+        raise ValueError("--config is of one experiment: name only that one")
+    files = {name: config or Path("paper/configs") / f"{name}.toml" for name in names}
+    failed = 0
+    if trained := {name: file for name, file in files.items() if name in TRAINED}:
+        failed = show_trained(
+            trained, work, output, split, seeds, arms, overrides([f"--{c}" for c in change or ()], {}), collect
+        )
+    for name, file in files.items():
+        if name not in TRAINED:
+            failed += not show_recorded(name, file, work, output, collect)
+    raise typer.Exit(1 if failed else 0)
+
+
+def show_trained(
+    files: dict[Name, Path], work: Path, output: Path, split: Split, seeds: str | None, arms: str | None,
+    changed: dict[str, str], collect: bool,
+) -> int:  # fmt: skip
+    """main, single and control share their runs: all of them are made first, then each is shown."""
+    from paper.settings import Shown, Suite, chosen, load
+
+    shown = {name: load(Shown, file) for name, file in files.items()}
+    if len({one.suite for one in shown.values()}) > 1:
+        raise ValueError(f"{', '.join(files)} name different suites: make them one by one")
+    suite = chosen(
+        load(Suite, Path(next(iter(shown.values())).suite)),
+        None if arms is None else tuple(arms.split(",")),
+        None if seeds is None else tuple(numbers(seeds)),
+    )
+    wanted = dict.fromkeys((s, k) for one in shown.values() for k in one.horizons for s in one.systems)
+    from paper.shown import show
+    from paper.suite import Work, make
+
+    parts = Work(suite, work, tuple(wanted), split, tuple(changed.items()))
+    failed = {} if collect else make(parts)
+    for name, one in shown.items():
+        for path in show(name, one, parts, failed, output):
+            print(path)
+    return len(failed)
+
+
+def show_recorded(name: Name, file: Path, work: Path, output: Path, collect: bool) -> bool:
+    """False where packing turned out not to be exact."""
+    from paper.settings import Recorded, load
+
+    settings = load(Recorded, file)
+    from paper.recorded import collect_recorded, run_recorded
+
+    if collect:
+        paths, passed = collect_recorded(name, settings, output), True
+    else:
+        paths, passed = run_recorded(name, settings, work, output, track)
+    for path in paths:
+        print(path)
+    return passed
+
+
+if __name__ == "__main__":
+    run(app)

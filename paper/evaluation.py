@@ -1,0 +1,127 @@
+"""One model on all horizons, in one process: `python -m paper.evaluation PLAN.json`.
+
+Every part is a file of its own that appears whole, so that a killed process leaves what it had finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from memopd.evaluate import Measures, measure_all
+from memopd.files import whole
+from paper.settings import Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    system: str
+    seed: int  # of sampling too: pairs of systems share it
+    k: int
+    memory: str
+    tasks: str
+    output: str
+    processes: int = 1  # that shared the machine: seconds depend on it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    model: str
+    parts: tuple[Part, ...]
+    settings: Evaluation
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def read_plan(path: Path) -> Plan:
+    table = json.loads(path.read_text())
+    return Plan(table["model"], tuple(Part(**p) for p in table["parts"]), Evaluation(**table["settings"]))
+
+
+def measured_with(part: Part, settings: Evaluation) -> dict[str, Any]:
+    """What a result depends on besides the weights; a file made otherwise does not count."""
+    names = ("index", "limit", "samples", "temperature", "max_tokens", "max_context", "batch", "dtype", "grading")
+    return {"memory": part.memory, "tasks": part.tasks} | {name: getattr(settings, name) for name in names}
+
+
+def is_made(plan: Plan, part: Part) -> bool:
+    """There, with these settings, and of these weights where the model is still at hand."""
+    file = Path(part.output)
+    if not file.is_file():
+        return False
+    found = json.loads(file.read_text())
+    weights = fingerprint(Path(plan.model))
+    return found["settings"] == measured_with(part, plan.settings) and weights in (None, found["weights"])
+
+
+def fingerprint(model: Path) -> str | None:
+    """SHA-256 of the weights; None where there are none."""
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def evaluate(plan: Plan) -> None:
+    import torch
+
+    from benchmarks.timing import machine
+    from memopd.engine.local import LocalEngine
+    from memopd.retrieval import open_index
+    from memopd.train.models import load_causal_lm, load_tokenizer
+
+    s = plan.settings
+    todo = [part for part in plan.parts if not is_made(plan, part)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_causal_lm(plan.model, getattr(torch, s.dtype)).to(device).eval()
+    tokenizer, index = load_tokenizer(plan.model), open_index(s.index)
+    engine = LocalEngine(model, tokenizer, slots=s.batch, max_length=s.max_context + s.max_tokens)
+    where = machine()
+    try:
+        for part in todo:
+            began = time.time()
+            measures = _measure(part, s, engine, tokenizer, index)
+            result = {
+                "system": part.system, "seed": part.seed, "k": part.k, "model": plan.model,
+                "weights": fingerprint(Path(plan.model)), "settings": measured_with(part, s),
+                "engine": f"local, {where['device']}", "processes": part.processes, "machine": where,
+                "seconds": round(time.time() - began, 2), "measures": [asdict(m) for m in measures],
+            }  # fmt: skip
+            with whole(Path(part.output)) as partial:
+                partial.write_text(json.dumps(result) + "\n")
+            em = sum(m.em for m in measures) / len(measures)
+            print(f"{part.system} seed {part.seed} Q{part.k}: EM {em:.3f} of {len(measures)} tasks", flush=True)
+    finally:
+        engine.close()
+
+
+def _measure(part: Part, s: Evaluation, engine: Any, tokenizer: Any, index: Any) -> list[Measures]:
+    from memopd.agent.environment import SearchEnvironment
+    from memopd.agent.memory import memory_rule
+    from memopd.agent.rollout import codec_of, repeat, rollout
+    from memopd.tasks.files import read_tasks
+    from memopd.types import Sampling
+
+    tasks = read_tasks(part.tasks)[: s.limit or None]
+    codec = codec_of(tokenizer)
+    memory = memory_rule(part.memory, codec)
+    environment = SearchEnvironment(index, grading=s.grading, query=memory.query)  # type: ignore[arg-type]
+    sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
+    episodes = rollout(
+        engine, environment, memory, tokenizer, repeat(tasks, s.samples), sampling, part.seed, s.batch, s.max_context,
+        part.memory,
+    )  # fmt: skip
+    return measure_all(episodes, tasks, codec.decode, s.grading)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    evaluate(read_plan(Path(sys.argv[1])))

@@ -1,0 +1,224 @@
+"""Tables of the documents, made from the result files: `python paper/refresh.py` writes them anew.
+
+A block in a document names the function that makes it:
+
+    <!-- made by paper/refresh.py: actor -->
+    ...
+    <!-- end -->
+
+tests/test_documents.py fails when a document would change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import SHAPES
+from memopd.evaluate.summary import Estimate
+from memopd.evaluate.tables import shown
+from paper.page import markdown_table
+from paper.shown import sampled
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "paper" / "results"
+BLOCK = re.compile(r"(<!-- made by paper/refresh\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def state() -> str:
+    """Table 3: the same sampled tokens, flattened and packed, against the calls run alone."""
+    found = read("state")
+    rows = {row["representation"]: row for row in found["representations"]}
+    names = {
+        "persistent history": "flattened into one history",
+        "batching floor": "calls in a padded batch: the floor",
+        "reconstructed packing": "**packed**",
+    }
+    table = markdown_table(
+        ["", "p99 |Δlog p|", "first choices changed", "PPO would clip (ε 0.2), though nothing changed"],
+        [
+            [name, f"{rows[key]['p99_logprob']:.2g}", f"{rows[key]['top1_changed']:,}",
+             f"{100 * rows[key]['false_clip']:.2f} %"]
+            for key, name in names.items()
+        ],
+    )  # fmt: skip
+    e, after = found["equivalence"], found["teacher"][-1]
+    verdict = "equivalent" if e["passed"] else "**not** equivalent"
+    return (
+        f"{table}\n\n{found['trajectories']} episodes of a model trained by MemOPD, {found['calls']} calls, "
+        f"{e['decisions']:,} sampled tokens, {e['dtype']}. Packing is {verdict} (error {e['error']:.1e}, tolerance "
+        f"{e['tolerance']:.1e}), in 1 / {e['tokens'] / e['rows']:.2f} of the rows. In flattened states the teacher "
+        f"changes {100 * (1 - after['top1']):.1f} % of its first choices after the first memory update. "
+        f"`{found['command']}`, {found['date']}; of your own calls, `memopd audit`."
+    )
+
+
+def quality() -> str:
+    """Table 1 and the control, under the memory rule that the models were trained with."""
+    found = {(r["system"], r["k"]): r for name in ("control", "main") for r in read(name)["results"]}
+    horizons = sorted({k for _, k in found})
+    columns = [(k, metric) for k in horizons for metric in ("em", "f1")]
+    rows = [
+        [name, *(estimate(found[system, k]["metrics"][m]) if (system, k) in found else "–" for k, m in columns)]
+        for system, name in (
+            ("teacher, mem1", "teacher, 10 M"),
+            ("SFT", "SFT: the student, 3 M"),
+            ("PPO", "+ PPO"),
+            ("persistent OPD", "+ PPO + teacher in flattened states"),
+            ("MemOPD", "**+ PPO + teacher in exact states (MemOPD)**"),
+        )
+    ]
+    trained = found["MemOPD", 2]
+    asked = ", ".join(f"{found['MemOPD', k]['tasks']} tasks of {k} questions" for k in horizons)
+    how = sampled(read("main")["settings"]["evaluation"])
+    where = f"`python -m paper main control`, {read('main')['date']}, {read('main')['machines'][0]['device']}"
+    return "\n\n".join(
+        [
+            markdown_table(["", *(f"Q{k} {m.upper()}" for k, m in columns)], rows),
+            f"Sums over the questions of a task; test split, {asked}; {how}; ± standard deviation over "
+            f"{trained['seeds']} seeds, or standard error over tasks where there is one run. "
+            f"The paper runs its control on Q2 only, and so do we. {where}.",
+        ]
+    )
+
+
+def claims() -> str:
+    """The plan's comparisons, in F1: difference, 95 % over tasks, seeds that agree."""
+    lines = {
+        (c["a"], c["b"], c["k"]): c
+        for name in ("control", "main")
+        for c in read(name)["comparisons"]
+        if c["metric"] == "f1"
+    }
+    horizons = sorted({k for *_, k in lines})
+
+    def cell(a: str, b: str, k: int) -> str:
+        if (c := lines.get((a, b, k))) is None:
+            return "–"
+        interval = f"{c['over_tasks']['low']:+.3f} to {c['over_tasks']['high']:+.3f}"
+        return f"{c['difference']:+.3f} ({interval}), {c['over_seeds']['ahead']} of {len(c['seeds'])}"
+
+    pairs = [("MemOPD", "persistent OPD"), ("MemOPD", "PPO"), ("MemOPD", "SFT")]
+    rows = [[f"{a} − {b}", *(cell(a, b, k) for k in horizons)] for a, b in pairs]
+    return markdown_table(["F1: difference (95 % over tasks), seeds ahead", *(f"Q{k}" for k in horizons)], rows)
+
+
+def remedies() -> str:
+    """What was tried on dev for Q16: the mean over seeds of every setting."""
+    probe = read("dev-probe-4")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for arm, teacher in (("ppo", "none"), ("memopd", "λ 1, all")):  # the third round's own models
+        found = [m["dev"] for m in probe["models"] if m["model"].startswith(f"third round, {arm},")]
+        groups["student", 32, 24, teacher] = found
+    for run in probe["runs"]:
+        s = run["settings"]
+        teacher = f"λ {s['weight']:g}, {s['mask']}" if "weight" in s else "none"
+        groups.setdefault((s["student"], s["episodes_a_step"], s["steps"], teacher), []).append(run["dev"])
+    columns = ["student", "episodes an update", "updates", "teacher", "seeds", *DEV_COLUMNS]
+    rows = [[*map(str, key), str(len(found)), *dev_cells(found)] for key, found in sorted(groups.items())]
+    return markdown_table(columns, rows)
+
+
+def temperatures() -> str:
+    """The third round's models on dev, sampled less freely."""
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for line in read("dev-probe-4")["temperatures"]:
+        system = line["model"].removeprefix("third round, ").partition(",")[0]
+        groups.setdefault((system, line["temperature"]), []).append(line["dev"])
+    rows = [[*map(str, key), str(len(found)), *dev_cells(found)] for key, found in groups.items()]
+    return markdown_table(["system", "temperature", "seeds", *DEV_COLUMNS], rows)
+
+
+DEV_COLUMNS = ["Q2 F1", "Q8 F1", "Q16 F1", "Q16 valid %"]
+
+
+def dev_cells(found: list[dict[str, Any]]) -> list[str]:
+    def mean(k: str, metric: str) -> float:
+        return sum(dev[k][metric] for dev in found) / len(found)
+
+    scores = [f"{mean(k, 'f1'):.2f}" if all(k in dev for dev in found) else "–" for k in ("q2", "q8", "q16")]
+    return [*scores, f"{100 * mean('q16', 'valid'):.0f}"]
+
+
+def lists() -> str:
+    """Who copies whose notes into an answer of sixteen parts."""
+    found = read("dev-probe-4")["lists"]
+    rows = [
+        [name.removeprefix("notes of "), f"{100 * notes['notes with digits']:.1f}", str(notes["answers"]),
+         *(f"{100 * share:.1f}" for share in notes["valid"].values())]
+        for name, notes in found.items() if name.startswith("notes of ")
+    ]  # fmt: skip
+    writers = [f"whole when {who} copies, %" for who in found["notes of student"]["valid"]]
+    return markdown_table(["whose notes", "with digits, %", "answers", *writers], rows)
+
+
+def actor() -> str:
+    """Speed of one update's forward and backward passes."""
+    rows = []
+    for line in (RESULTS / "actor-h200.jsonl").read_text().splitlines():
+        result = json.loads(line)
+        if result["batch"] != 1:
+            continue
+        name, arms = result["shape"], {a["name"]: a for a in result["arms"]}
+        alone, packed = arms["independent, varlen flash"], arms["packed, cascade"]
+        others = [arms[f"packed, {kernel}"]["speedup"] for kernel in ("dense mask", "flex")]
+        rows.append(
+            [f"{name.upper()}: {SHAPES[name].calls} × {SHAPES[name].trajectories}", f"{1e3 * alone['seconds']:.0f} ms",
+             *(f"{speed:.2f}×" for speed in others), f"**{packed['speedup']:.2f}×**", f"{packed['limit']:.2f}×",
+             f"{packed['memory']:.2f}"]
+        )  # fmt: skip
+    columns = [
+        "calls × trajectories",
+        "calls alone",
+        "packed, dense mask",
+        "packed, flex",
+        "packed, cascade",
+        "rows allow",
+        "memory, of the calls alone",
+    ]
+    return markdown_table(columns, rows)
+
+
+def learning() -> str:
+    """Twenty updates on a CPU."""
+    found = read("learning")
+    mean = [f"{sum(part) / len(part):.2f}" for s in found["seeds"] for part in (s["reward"][:5], s["reward"][-5:])]
+    rows = [
+        [str(s["seed"]), mean[2 * i], mean[2 * i + 1], f"{s['gain']:+.2f} ± {s['standard_error']:.2f}",
+         f"{s['teacher_kl'][0]:.2f} → {s['teacher_kl'][-1]:.2f}"]
+        for i, s in enumerate(found["seeds"])
+    ]  # fmt: skip
+    columns = ["seed", "reward, first five updates", "last five", "gain", "divergence from the teacher"]
+    return (
+        f"{markdown_table(columns, rows)}\n\nTogether {found['gain']:+.2f} ± {found['standard_error']:.2f}. "
+        f"By {found['what']}. `{found['command']}`, {found['date']}, {found['machine']}."
+    )
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def estimate(values: dict[str, Any]) -> str:
+    return shown(Estimate(**values))
+
+
+def refreshed(text: str) -> str:
+    def made(block: re.Match[str]) -> str:
+        opening, name, end = block.groups()
+        return f"{opening}\n{BLOCKS[name]()}\n\n{end}"
+
+    return BLOCK.sub(made, text)
+
+
+BLOCKS = {f.__name__: f for f in (state, quality, claims, remedies, temperatures, lists, actor, learning)}
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        before = document.read_text()
+        if (after := refreshed(before)) != before:
+            document.write_text(after)
+            print(document.relative_to(ROOT))

@@ -1,0 +1,94 @@
+"""Trajectories that a model samples under each context-update rule, kept so that every experiment reads the same ones.
+
+WORK/trajectories/mem1-0a1b2c3d4e5f/    episodes.parquet, settings.json; the name says what they were sampled with
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from memopd.files import whole_folder
+from memopd.types import Episode
+from memopd.verify.audit import Progress
+from paper.evaluation import fingerprint
+from paper.settings import Recorded
+
+SAMPLED_WITH = ("trajectories", "temperature", "max_tokens", "max_context", "batch", "seed", "dtype")
+
+
+@dataclass
+class Subject:
+    """Who is examined: a model and its own trajectories; models are loaded when first asked for."""
+
+    settings: Recorded
+    work: Path
+    progress: Progress
+
+    def episodes(self, rule: str, tasks: str | None = None) -> list[Episode]:
+        """The first so many tasks of the file, one trajectory each; sampled unless they are there."""
+        from memopd.record import read_episodes, write_episodes
+
+        tasks = tasks or self.settings.tasks[0]
+        asked = {"weights": fingerprint(Path(self.settings.model)), "tasks": tasks, "rule": rule}
+        asked |= {name: getattr(self.settings, name) for name in SAMPLED_WITH}
+        text = json.dumps(asked, indent=1)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        folder = self.work / "trajectories" / f"{rule.replace(':', '-')}-{digest}"
+        if not folder.is_dir():
+            with whole_folder(folder) as partial:
+                write_episodes(partial / "episodes.parquet", self._sample(rule, tasks))
+                (partial / "settings.json").write_text(text + "\n")
+        return sorted(read_episodes(folder / "episodes.parquet"), key=lambda e: e.id)
+
+    @cached_property
+    def model(self) -> Any:
+        return self._load(self.settings.model)
+
+    @cached_property
+    def teacher(self) -> Any:
+        from memopd.score.tokenizers import check_same_tokenizer
+
+        if not self.settings.teacher:
+            raise ValueError("teacher: this experiment needs one; name a model folder in its configuration")
+        check_same_tokenizer(self.settings.model, self.settings.teacher)
+        return self._load(self.settings.teacher)
+
+    def _load(self, path: str) -> Any:
+        import torch
+
+        from memopd.train.models import load_causal_lm
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return load_causal_lm(path, getattr(torch, self.settings.dtype)).to(device).eval()
+
+    def _sample(self, rule: str, tasks: str) -> Iterator[Episode]:
+        from memopd.agent.environment import SearchEnvironment
+        from memopd.agent.memory import memory_rule
+        from memopd.agent.rollout import codec_of, repeat, rollout
+        from memopd.engine.local import LocalEngine
+        from memopd.retrieval import open_index
+        from memopd.tasks.files import read_tasks
+        from memopd.train.models import load_tokenizer
+        from memopd.types import Sampling
+
+        s, tokenizer = self.settings, load_tokenizer(self.settings.model)
+        found = read_tasks(tasks)
+        if len(found) < s.trajectories:
+            raise ValueError(f"{tasks}: has {len(found)} tasks, trajectories = {s.trajectories} asks for more")
+        memory = memory_rule(rule, codec_of(tokenizer))
+        environment = SearchEnvironment(open_index(s.index), query=memory.query)
+        sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
+        engine = LocalEngine(self.model, tokenizer, slots=s.batch, max_length=s.max_context + s.max_tokens)
+        pairs = self.progress(f"trajectories, {rule}", list(repeat(found[: s.trajectories])))
+        try:
+            yield from rollout(
+                engine, environment, memory, tokenizer, pairs, sampling, s.seed, s.batch, s.max_context, rule
+            )
+        finally:
+            engine.close()

@@ -1,0 +1,446 @@
+"""A Hugging Face model in this process, on a CPU or a GPU.
+
+Requests come at any time and from any thread. Between two steps finished sequences leave and waiting ones enter; a
+step is one forward pass over one flat row: the next token of every running sequence, and the prompts of those that
+enter. The thread that makes the steps lives while there is work, and holds the model only then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memopd.engine.local.attention import Groups, Pass, Span, borrowed, group
+from memopd.engine.local.cache import Cache
+from memopd.engine.local.fit import can_capture, check_model, length_limit
+from memopd.engine.local.sampler import Uniforms, draw
+from memopd.engine.local.slots import WORTHWHILE, Slots
+from memopd.engine.protocol import Completion, Request, Ticket
+from memopd.engine.stops import Stops, stops_of
+from memopd.types import Ids, StopReason
+
+log = logging.getLogger("memopd")
+
+# New tokens of prompts a pass; a longer prompt goes alone. A CPU's caches like short rows, a GPU long ones.
+PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    request: Request
+    prompt: Ids
+    limit: int  # tokens to sample at most
+    stops: Stops | None
+    heard: Callable[[int], None] | None
+    uniforms: Uniforms
+    future: Future[Completion] = field(default_factory=Future)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    slot: int = -1
+    cancelled: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+
+class LocalEngine:
+    """Samples from `model`, at most `slots` sequences at once of at most `max_length` tokens, prompt included.
+
+    The model may be a trainer's: it is used as it lies, and its attention and its modes are as they were whenever no
+    request is open. Change its weights between batches, then set `version`; or use `updating` or `update` at any time.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, slots: int = 64, max_length: int | None = None, version: int = 0
+    ) -> None:
+        if slots < 1:
+            raise ValueError(f"slots must be 1 or more, got {slots}")
+        check_model(model)
+        self.model, self.tokenizer = model, tokenizer
+        self.max_length = length_limit(model, max_length)
+        self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._version = version
+        self._device = next(model.parameters()).device
+        self._ends = _end_tokens(model, tokenizer)
+        self._stops = None if tokenizer is None else stops_of(tokenizer, self.vocabulary)
+        self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
+        self._running: list[_Sequence] = []  # in the order of their slots
+        self._groups: Groups | None = None  # of those running; None: they changed
+        self._decoder: Any = None
+        self._captures = can_capture(model)
+        self._weights: list[tuple[int, int]] = []  # where they lay and how often they had been written
+
+        self._lock = threading.Condition()  # guards what follows
+        self._waiting: dict[_Sequence, None] = {}
+        self._given_up: list[_Sequence] = []  # cancelled before they entered
+        self._thread: threading.Thread | None = None
+        self._paused = False
+        self._closed = False
+
+    # ---- for callers, from any thread -----------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions in the order of the requests."""
+        tickets = self._enter([self._sequence(r, None) for r in requests])
+        try:
+            return [t.completion.result() for t in tickets]
+        except BaseException:  # an error, or somebody at the keyboard
+            for ticket in tickets:
+                ticket.cancel()
+            wait([t.completion for t in tickets])  # whoever catches this finds the model at rest
+            raise
+
+    def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
+        """Start a request beside those that run. `heard` is called with every sampled id, from the engine's thread."""
+        return self._enter([self._sequence(request, heard)])[0]
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        with self.updating(version):
+            pass
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Nothing is sampled inside the block: change the weights there. Running requests end first, under the old
+        version; waiting ones go on under the new one."""
+        with self._lock:
+            if self._thread is threading.current_thread():
+                raise RuntimeError(
+                    "weights cannot be updated from the engine's own thread, which would wait for itself"
+                )
+            self._lock.wait_for(lambda: not self._paused)
+            self._paused = True
+            self._lock.wait_for(lambda: self._thread is None)
+        try:
+            yield
+            self._version = version
+        finally:
+            with self._lock:
+                self._slots.forget()
+                self._paused = False
+                self._lock.notify_all()
+                self._start()
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy `weights` (a state dict) into the model. Not needed where the trainer trains this very model."""
+        own = dict(self.model.named_parameters())  # names tied weights once
+        if missing := sorted(own.keys() - weights.keys()):
+            raise ValueError(f"the update lacks {len(missing)} of the model's parameters, {missing[0]} among them")
+        for name, parameter in own.items():  # before any is copied: half an update would be a model that nobody has
+            if weights[name].shape != parameter.shape:
+                shapes = f"{tuple(weights[name].shape)} for {tuple(parameter.shape)}"
+                raise ValueError(f"the update is of another model: {name} has shape {shapes}")
+        with self.updating(version), torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
+
+    def close(self) -> None:
+        """End what runs and what waits as aborted, and take no more."""
+        with self._lock:
+            self._closed = True  # which those that run notice by themselves
+            waiting = list(self._waiting)
+        for sequence in waiting:
+            self._cancel(sequence)
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                self._lock.wait_for(lambda: self._thread is None)
+
+    # ---- entering and leaving -------------------------------------------------------------------------------------
+
+    def _sequence(self, request: Request, heard: Callable[[int], None] | None) -> _Sequence:
+        name = f"episode {request.episode!r}: " if request.episode else ""
+        prompt = np.asarray(request.prompt)
+        if prompt.ndim != 1 or not len(prompt) or prompt.dtype.kind not in "iu":
+            raise ValueError(f"{name}a prompt must be one flat list of token ids, not empty")
+        if prompt.min() < 0 or prompt.max() >= self.vocabulary:
+            raise ValueError(f"{name}token id {prompt.max()} is outside this model's vocabulary of {self.vocabulary}")
+        room = self.max_length - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"{name}a prompt of {len(prompt)} tokens leaves no room in max_length={self.max_length}: shorten the "
+                "context or give the engine a larger max_length"
+            )
+        stops = None
+        if request.stop:
+            if self._stops is None:
+                raise ValueError(f"{name}stop strings need a tokenizer: give the engine one")
+            if not all(request.stop):
+                raise ValueError(f"{name}a stop string must not be empty")
+            stops = self._stops(tuple(request.stop))
+        limit = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
+        return _Sequence(request, prompt.astype(np.int32), limit, stops, heard, Uniforms(int(request.seed)))
+
+    def _enter(self, sequences: Sequence[_Sequence]) -> list[Ticket]:
+        with self._lock:
+            if self._closed:
+                raise ValueError("this engine is closed: make a new one")
+            for sequence in sequences:
+                sequence.future.set_running_or_notify_cancel()  # only the ticket can cancel it
+                self._waiting[sequence] = None
+            self._start()
+        return [Ticket(s.future, partial(self._cancel, s)) for s in sequences]
+
+    def _start(self) -> None:
+        if self._thread is None and self._waiting and not self._paused:
+            self._thread = threading.Thread(target=self._work, name="memopd-engine", daemon=True)
+            self._thread.start()
+
+    def _cancel(self, sequence: _Sequence) -> None:
+        sequence.cancelled = True
+        with self._lock:
+            if sequence not in self._waiting:
+                return
+            del self._waiting[sequence]
+            if self._thread is not None:  # it may hold the model already: it answers when it has let go
+                self._given_up.append(sequence)
+                return
+        self._done(sequence, StopReason.ABORTED)()
+
+    def _done(self, sequence: _Sequence, stop: StopReason) -> Callable[[], None]:
+        """The completion, to be handed over when the engine chooses."""
+        tokens, logprobs = np.array(sequence.tokens, np.int32), np.array(sequence.logprobs, np.float64)
+        completion = Completion(tokens, logprobs, stop, self._version)
+        return partial(sequence.future.set_result, completion)
+
+    # ---- the engine's thread --------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        finished: list[Callable[[], None]] = []
+        alive = True
+        try:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                while alive:
+                    self._serve(finished)
+                    with self._lock:
+                        alive = self._has_waiting()
+                        finished += self._end(alive)
+        except BaseException as why:  # nobody may wait for an answer that will not come
+            with self._lock:
+                waiting, self._waiting = list(self._waiting), {}
+                finished += self._fail([*self._running, *waiting], why) + self._end(alive=False)
+        for hand_over in finished:  # the model is its owner's again before the last completion arrives
+            hand_over()
+
+    def _end(self, alive: bool) -> list[Callable[[], None]]:
+        """Whether the thread goes on; and what it owes to those who gave up waiting."""
+        if not alive:
+            self._thread = None
+            self._lock.notify_all()
+        gone, self._given_up = self._given_up, []
+        return [self._done(s, StopReason.ABORTED) for s in gone]
+
+    def _serve(self, finished: list[Callable[[], None]]) -> None:
+        """Steps until nothing runs and nothing may enter. What finishes in the last one is left in `finished`."""
+        self._notice_new_weights()
+        with borrowed(self.model):
+            while self._running or self._has_waiting():
+                while finished:  # others still run: nobody has to wait for them
+                    finished.pop()()
+                finished += self._step()
+                if self._given_up:
+                    with self._lock:
+                        finished += self._end(alive=True)
+
+    def _has_waiting(self) -> bool:
+        return bool(self._waiting) and not self._paused
+
+    def _notice_new_weights(self) -> None:
+        """Should somebody have trained the model and not said so: old keys and values must not serve new weights."""
+        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()]
+        if weights != self._weights:
+            self._weights = weights
+            self._slots.forget()
+
+    def _step(self) -> list[Callable[[], None]]:
+        """One step, or a few: what finished in it."""
+        entering: list[tuple[_Sequence, int]] = []
+        try:
+            self._admit(entering)
+            if not entering and self._can_replay():
+                return self._replay()
+            return self._pass(entering)
+        except Exception as why:  # to those who wait for an answer; the thread goes on with the others
+            return self._fail([*self._running, *(s for s, _ in entering)], why)
+
+    def _fail(self, sequences: Sequence[_Sequence], why: BaseException) -> list[Callable[[], None]]:
+        """An error for these, who are all that run, and an empty cache for whoever comes next."""
+        self._running, self._groups, self._decoder = [], None, None
+        slots = len(self._slots.tokens)
+        self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
+        return [partial(s.future.set_exception, why) for s in sequences]
+
+    def _admit(self, entering: list[tuple[_Sequence, int]]) -> None:
+        """Who enters now, with how many tokens of its prompt were copied from a slot that starts alike."""
+        slots, source, target, tokens = self._slots, [], [], 0
+        origin: dict[int, int] = {}  # where the copied rows of a slot lie before this pass
+        with self._lock:
+            if not slots.free or self._paused:
+                return
+            first = list(islice(self._waiting, len(slots.free)))
+            first.sort(key=lambda s: len(s.prompt))  # neighbours of like length can share a call
+            places = slots.oldest(len(first))
+            for sequence in first:
+                match = slots.match(sequence.prompt)
+                if match.coming - match.ready >= WORTHWHILE:
+                    continue  # the next pass can copy what this one computes
+                new = len(sequence.prompt) - match.ready
+                if entering and tokens + new > PASS_TOKENS.get(self._device.type, 1024):
+                    break
+                sequence.slot, tokens = places[len(entering)], tokens + new
+                if match.ready:
+                    rows, origin[sequence.slot] = np.arange(match.ready), origin.get(match.slot, match.slot)
+                    source.append(rows + origin[sequence.slot] * self.max_length)
+                    target.append(rows + sequence.slot * self.max_length)
+                    slots.used(match.slot)
+                slots.take(sequence.slot, sequence.prompt, match.ready)
+                del self._waiting[sequence]
+                entering.append((sequence, match.ready))
+        if source:
+            self._cache.copy(self._tensor(np.concatenate(source)), self._tensor(np.concatenate(target)))
+
+    def _pass(self, entering: Sequence[tuple[_Sequence, int]]) -> list[Callable[[], None]]:
+        """One forward pass: a token of every running sequence, and what is new of the prompts that enter."""
+        running, now = self._running, len(self._running)
+        slots, lengths = [s.slot for s in running], [s.length for s in running]
+        spans = [Span(s.slot, i, 1, s.length - 1) for i, s in enumerate(running)]
+        ids = [np.array([s.tokens[-1] for s in running], np.int64)]
+        positions = [np.array(lengths, np.int64) - 1]
+        rows = [np.array(slots, np.int64) * self.max_length + positions[0]]
+        last, at = list(range(now)), now
+        prompts = []
+        for sequence, shared in entering:
+            new = np.arange(shared, len(sequence.prompt))
+            prompts.append(Span(sequence.slot, at, len(new), shared))
+            ids.append(sequence.prompt[shared:].astype(np.int64))
+            positions.append(new)
+            rows.append(new + sequence.slot * self.max_length)
+            at += len(new)
+            last.append(at - 1)
+        if self._groups is None and self._device.type == "cpu":
+            self._groups = group(slots, lengths, self.max_length, self.model.dtype)
+        this = Pass(
+            self._cache,
+            self._tensor(np.concatenate(rows)),
+            spans=[*spans, *prompts],
+            groups=() if self._groups is None else self._groups.at(slots, lengths),
+            alone=prompts,
+        )
+        logits = self.model(
+            input_ids=self._tensor(np.concatenate(ids))[None],
+            position_ids=self._tensor(np.concatenate(positions))[None],
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=self._tensor(np.array(last)),
+            memopd_pass=this,
+        ).logits[0]
+        self._slots.filled(s.slot for s, _ in entering)
+        everyone = [*running, *(s for s, _ in entering)]
+        tokens, logprobs = self._draw(everyone, logits)
+        if entering:
+            self._running, self._groups = sorted(everyone, key=lambda s: s.slot), None
+        return self._take(everyone, [tokens], [logprobs])
+
+    def _draw(self, sequences: Sequence[_Sequence], logits: Tensor) -> tuple[list[int], list[float]]:
+        """The next token of each, from its own distribution and its own draw."""
+        kinds = [s.request.sampling for s in sequences]
+        uniform = np.array([s.uniforms.until(len(s.tokens) + 1)[len(s.tokens)] for s in sequences])
+        cut: list[Tensor] = []
+        if any(k.top_k or k.top_p < 1 for k in kinds):
+            top_k = np.array([k.top_k or logits.shape[-1] for k in kinds])
+            cut = [self._tensor(top_k), self._tensor(np.array([k.top_p for k in kinds]))]
+        temperature = self._tensor(np.array([k.temperature for k in kinds]))
+        token, logprob = draw(logits, self._tensor(uniform), temperature, *cut)
+        return token.tolist(), logprob.tolist()
+
+    def _can_replay(self) -> bool:
+        """Whether a CUDA graph can make the next steps: known once a first pass has shown what layers there are."""
+        if self._device.type != "cuda" or not self._cache.layers or self._cache.special or not self._captures:
+            return False
+        if self._decoder is None:
+            from memopd.engine.local.graphs import Decoder  # not where there is no GPU
+
+            self._decoder = Decoder(self.model, self._cache)
+        return True
+
+    def _replay(self) -> list[Callable[[], None]]:
+        """A few steps of everyone who runs, without the host looking in between."""
+        from memopd.engine.local.graphs import STEPS, NotCaptured, Row
+
+        most = STEPS // 2 if self._waiting else STEPS  # a place that gets free is wanted soon
+        steps = min(most, max(s.limit - len(s.tokens) for s in self._running))
+        rows = []
+        for s in self._running:
+            kind, done = s.request.sampling, len(s.tokens)
+            uniforms = s.uniforms.until(done + steps)[done : done + steps]
+            rows.append(Row(s.slot, s.tokens[-1], s.length - 1, uniforms, kind.temperature, kind.top_k, kind.top_p))
+        try:
+            sampled = self._decoder.decode(rows, steps)
+        except NotCaptured as why:
+            log.warning("engine: %s cannot be captured, steps run one by one (%s)", type(self.model).__name__, why)
+            self._captures = False
+            return self._pass([])
+        return self._take(list(self._running), *sampled)
+
+    def _take(
+        self, sequences: Sequence[_Sequence], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+    ) -> list[Callable[[], None]]:
+        """Give every sequence its sampled tokens, one list of them a step, and let go of those that end."""
+        finished = []
+        for i, sequence in enumerate(sequences):
+            try:
+                stop = None
+                for token, logprob in zip(tokens, logprobs, strict=True):
+                    if stop is None:  # what comes after the end is thrown away
+                        stop = self._hear(sequence, token[i], logprob[i])
+                if stop is None:
+                    continue
+                finished.append(self._done(sequence, stop))
+                self._slots.leave(sequence.slot, np.concatenate([sequence.prompt, sequence.tokens]))
+            except Exception as why:  # its listener failed, or its logits were not numbers: the others go on
+                finished.append(partial(sequence.future.set_exception, why))
+                self._cache.clear(sequence.slot)  # 0 times NaN would spread
+                self._slots.leave(sequence.slot, sequence.prompt[:1])
+            sequence.slot = -1
+        if finished:
+            self._running, self._groups = [s for s in self._running if s.slot >= 0], None
+        return finished
+
+    def _hear(self, sequence: _Sequence, token: int, logprob: float) -> StopReason | None:
+        """One more token; why it is the last, if it is."""
+        if logprob != logprob:  # first, so that no NaN stays in the cache
+            raise ValueError("the model's logits are not numbers: its weights are broken")
+        if sequence.cancelled or self._closed:
+            return StopReason.ABORTED
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        if sequence.heard is not None:
+            sequence.heard(token)
+        if token in self._ends or (sequence.stops is not None and sequence.stops.end(sequence.tokens)):
+            return StopReason.STOP
+        return StopReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+
+    def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Ids that end a completion: the model's own and the tokenizer's."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = [*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)]
+    return frozenset(i for i in found if i is not None)

@@ -1,0 +1,5 @@
+"""Policies on vLLM servers."""
+
+from memopd.engine.vllm.engine import VllmEngine, rounding_tolerance
+
+__all__ = ["VllmEngine", "rounding_tolerance"]

@@ -1,0 +1,357 @@
+"""An engine whose model runs in one or several vLLM servers.
+
+    engine = VllmEngine(["http://127.0.0.1:8001"], tokenizer, weights=checkpoint, version=7)
+    engine.verify(score, prompts, tolerance=1e-4)   # every update is verified before anything is sampled with it
+    completions = engine.generate(requests)
+    engine.update(model.state_dict(), version=8)
+
+One thread runs an event loop that talks to the servers; every public method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from memopd.engine.protocol import Completion, Request, Ticket
+from memopd.engine.vllm import weights as weighing
+from memopd.engine.vllm.probe import first, probe
+from memopd.engine.vllm.servers import Fleet, Lost, Server
+from memopd.engine.vllm.weights import Score, StaleWeights, Weights, rounding_tolerance
+from memopd.engine.vllm.wire import BadAnswer, Heard, body, check_end
+from memopd.types import Floats, Ids, Sampling, StopReason
+
+__all__ = ["Score", "StaleWeights", "VllmEngine", "Weights", "rounding_tolerance"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_TRIES = 5  # of one request; each failure costs its server a probe, so this is no busy loop
+
+
+class VllmEngine:
+    """`weights`: the checkpoint that the servers must hold, of `version`; None: what they hold now, by their labels.
+
+    `folder`: where weights that come as tensors are written; the servers must see it under the same path. With a
+    folder and no weights nothing is sampled before an update, so the servers may hold anything.
+    `timeout`: seconds of silence after which a server counts as hung. `patience`: seconds to wait for the last server
+    that is down.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        tokenizer: Any,
+        *,
+        weights: Weights | None = None,
+        version: int = 0,
+        folder: Path | None = None,
+        timeout: float = 600.0,
+        patience: float = 300.0,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.version = version
+        self._folder = folder and folder.expanduser().resolve()
+        self._holds: Path | Callable[[str], None] | None = None  # what every server must hold; None: what it does
+        self._verified = True
+        self._key: tuple[list[Request], list[Completion]] = ([], [])  # answers that the trainer agreed with
+        self._tolerance = 0.0
+        self._tasks: set[asyncio.Task[Completion]] = set()
+        self._closed, self._gate = False, threading.Lock()  # so that no request starts in a loop that has ended
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm engine", daemon=True)
+        self._thread.start()
+        try:
+            self._fleet = self._run(self._connect(urls, timeout, patience))
+            if weights is not None:
+                self.update(weights, version)
+            elif folder is not None:
+                self._verified = False
+            else:
+                self.version = self._common_version()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Requests under way end as aborted."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+        self._run(self._disconnect())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # Sampling
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        tickets = [self._submit(request, None, stream=False) for request in requests]
+        try:
+            return [ticket.completion.result() for ticket in tickets]
+        except BaseException:
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+
+    def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
+        return self._submit(request, heard, stream=True)  # a stream, so that a cancelled one has its tokens so far
+
+    def _submit(self, request: Request, heard: Callable[[int], None] | None, stream: bool) -> Ticket:
+        if not self._verified:
+            raise ValueError(f"weights of version {self.version} are not verified: call update, then verify")
+        check_end(request, self.tokenizer)  # here, so that a bad request raises where it is made
+        payload = body(request, stream)
+        future: Future[Completion] = Future()
+        future.set_running_or_notify_cancel()  # from here on only `cancel` ends it
+        told = Heard()
+        tasks: list[asyncio.Task[Completion]] = []
+
+        def finished(task: asyncio.Task[Completion]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():
+                future.set_result(self._aborted(told))
+            elif error := task.exception():
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
+        def start() -> None:
+            task = self._loop.create_task(self._complete(payload, told, heard))
+            self._tasks.add(task)
+            tasks.append(task)
+            task.add_done_callback(finished)
+
+        def cancel() -> None:
+            with suppress(RuntimeError):  # the loop is closed: it was aborted
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+
+        with self._gate:
+            self._check_open()
+            self._loop.call_soon_threadsafe(start)
+        return Ticket(future, cancel)
+
+    async def _complete(
+        self, payload: dict[str, Any], told: Heard, heard: Callable[[int], None] | None = None
+    ) -> Completion:
+        """One request, at as many servers as it takes. `told` is what `heard` was told, over all of them."""
+        trouble: Exception | None = None
+        for _ in range(_TRIES):
+            server = await self._fleet.acquire()
+            try:
+                return self._completion(server, await self._ask(server, payload, told, heard))
+            except _Departed:
+                return self._aborted(told)
+            except Lost as error:
+                self._fleet.lost(server, error)
+                trouble = error
+            finally:
+                self._fleet.release(server)
+        raise ConnectionError(f"a request failed {_TRIES} times, last at {server.url}: {trouble}") from trouble
+
+    async def _ask(
+        self, server: Server, payload: dict[str, Any], told: Heard, heard: Callable[[int], None] | None
+    ) -> Heard:
+        said = Heard()
+        try:
+            async for choice in self._fleet.choices(server, payload):
+                new = said.take(choice)
+                if payload["stream"]:
+                    _tell(said, new, told, heard)
+        except BadAnswer as error:
+            raise Lost(str(error)) from error
+        if said.stop is None:
+            raise Lost("the answer broke off")
+        return said
+
+    def _completion(self, server: Server, said: Heard) -> Completion:
+        assert said.stop is not None
+        if self._holds is not None:
+            if said.label != (wanted := weighing.label_of(self._holds, self.version)):
+                raise Lost(f"it sampled with weights {said.label!r} instead of {wanted!r}: was it restarted?")
+        elif said.label is not None:
+            self.version = weighing.version_of(said.label)  # whoever updates these servers, we follow
+        tokens, logprobs = said.arrays()
+        return Completion(tokens, logprobs, said.stop, self.version)
+
+    def _aborted(self, told: Heard) -> Completion:
+        tokens, logprobs = told.arrays()
+        return Completion(tokens, logprobs, StopReason.ABORTED, self.version)
+
+    # Weights
+
+    def update(self, weights: Weights, version: int) -> None:
+        """New weights for every server: a checkpoint folder that the servers see under the same path, tensors named as
+        in one, or a function that sends them to the server whose address it is given (vLLM's weight transfer).
+
+        Requests under way end first, with the weights they began with. Those that wait do so until `verify` is done.
+        """
+        self._check_open()
+        if isinstance(weights, Mapping):
+            if self._folder is None:
+                raise ValueError("give VllmEngine a folder that the servers can read, to write updated weights to")
+            written = weighing.write(weights, self._folder, version)
+            self._run(self._update(written, version))
+            weighing.remove_older(written)
+        elif callable(weights):
+            self._run(self._update(weights, version))
+        else:
+            self._run(self._update(weighing.checkpoint(weights), version))
+
+    def verify(
+        self,
+        score: Score,
+        prompts: Sequence[Ids],
+        *,
+        tolerance: float,
+        sampling: Sampling = Sampling(max_tokens=16),  # noqa: B008 (frozen)
+    ) -> dict[str, float]:
+        """Every server samples from the prompts, the trainer scores what came out. The largest difference per server.
+
+        `score(pairs, temperature)` gives the trainer's log-probabilities of the completions of (prompt, completion)
+        pairs. `StaleWeights` names the first server that is off by more than `tolerance` (see `rounding_tolerance`).
+        """
+        self._check_open()
+        requests = [Request(np.asarray(p), seed=i, sampling=sampling) for i, p in enumerate(prompts)]
+        answers = self._run(self._ask_all(requests))
+        gaps = self._gaps(score, requests, answers)
+        for url, gap in gaps.items():
+            if not gap <= tolerance:
+                stale = StaleWeights(url, self.version, gap, tolerance)
+                self._loop.call_soon_threadsafe(self._fleet.fail, stale)
+                raise stale
+            log.info("%s: version %d, log-probabilities within %.2g of the trainer's", url, self.version, gap)
+        self._key = (requests, next(iter(answers.values())))
+        self._tolerance = 2 * tolerance  # two servers may each be that far from the trainer
+        self._verified = True
+        self._loop.call_soon_threadsafe(self._fleet.open)
+        return gaps
+
+    def _gaps(
+        self, score: Score, requests: Sequence[Request], answers: Mapping[str, Sequence[Completion]]
+    ) -> dict[str, float]:
+        if not requests:
+            raise ValueError("give at least one prompt to verify with")
+        pairs = [(r.prompt, c.tokens) for sampled in answers.values() for r, c in zip(requests, sampled, strict=True)]
+        ours: list[Floats] = list(score(pairs, requests[0].sampling.temperature))
+        if len(ours) != len(pairs):
+            raise ValueError(f"score: {len(ours)} results for {len(pairs)} pairs")
+        n = len(requests)
+        return {url: weighing.gap(ours[i * n : (i + 1) * n], c) for i, (url, c) in enumerate(answers.items())}
+
+    async def _update(self, weights: Path | Callable[[str], None], version: int) -> None:
+        self._verified = False
+        await self._fleet.shut()
+        self._holds, self.version, self._key = weights, version, ([], [])
+        up = [s for s in self._fleet.servers if s.down_since is None]  # the others get them when they return
+        label = weighing.label_of(weights, version)
+        loads = [weighing.bring(self._fleet, server, weights, label) for server in up]
+        if isinstance(weights, Path):
+            results = await asyncio.gather(*loads, return_exceptions=True)
+        else:  # one sender
+            results = [r for load in loads for r in await asyncio.gather(load, return_exceptions=True)]
+        self._sort_out(up, results)
+
+    async def _ask_all(self, requests: Sequence[Request]) -> dict[str, list[Completion]]:
+        """Every server that is up, asked the same. One that goes down meanwhile is left out, unless none is left."""
+        while True:
+            one = await self._fleet.acquire(though_shut=True)  # waits for a server, or fails
+            self._fleet.release(one)
+            up = [s for s in self._fleet.servers if s.down_since is None]
+            results = await asyncio.gather(*(self._answers(s, requests) for s in up), return_exceptions=True)
+            if answers := self._sort_out(up, results):
+                return answers
+
+    def _sort_out(self, servers: Sequence[Server], results: Sequence[_T | BaseException]) -> dict[str, _T]:
+        """Results by address; servers that failed are down; anything else that went wrong is raised."""
+        good: dict[str, _T] = {}
+        errors: list[BaseException] = []
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, Lost):
+                self._fleet.lost(server, result)
+            elif isinstance(result, BaseException):
+                errors.append(result)
+            else:
+                good[server.url] = result
+        if errors:
+            raise errors[0]
+        return good
+
+    async def _answers(self, server: Server, requests: Sequence[Request]) -> list[Completion]:
+        asked = (self._ask(server, body(r, stream=False), Heard(), None) for r in requests)
+        return [self._completion(server, said) for said in await asyncio.gather(*asked)]
+
+    # Coming and going
+
+    async def _connect(self, urls: Sequence[str], timeout: float, patience: float) -> Fleet:
+        fleet = Fleet(urls, timeout, patience, self._admit)
+        try:
+            for server in fleet.servers:
+                await first(fleet, server, self.tokenizer)
+        except BaseException:
+            await fleet.close()
+            raise
+        return fleet
+
+    async def _disconnect(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if hasattr(self, "_fleet"):
+            await self._fleet.close()
+
+    async def _admit(self, server: Server) -> None:
+        """A server that was down: the right server with the right flags, weights and answers?"""
+        try:
+            await probe(self._fleet, server, self.tokenizer)
+            if self._holds is not None and server.label != (wanted := weighing.label_of(self._holds, self.version)):
+                if not isinstance(self._holds, Path):
+                    raise Lost(f"it came back with weights {server.label!r}, and {wanted!r} cannot be sent again")
+                await weighing.bring(self._fleet, server, self._holds, wanted)
+        except ValueError as error:  # a person restarted it wrongly, and may do better: the others go on
+            raise Lost(str(error)) from error
+        requests, key = self._key
+        if key:
+            gap = weighing.replay_gap(key, await self._answers(server, requests))
+            if not gap <= self._tolerance and key is self._key[1]:  # no update in between
+                raise StaleWeights(server.url, self.version, gap, self._tolerance)
+
+    def _common_version(self) -> int:
+        labels = {server.url: server.label for server in self._fleet.servers}
+        if len(set(labels.values())) > 1:
+            listed = ", ".join(f"{url}: {label!r}" for url, label in labels.items())
+            raise ValueError(f"the servers hold different weights ({listed}): give the weights that they should hold")
+        return weighing.version_of(next(iter(labels.values())))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this engine is closed: make a new one")
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class _Departed(Exception):
+    """Sampled again elsewhere, a completion went another way than what its listener was told."""
+
+
+def _tell(said: Heard, new: list[int], told: Heard, heard: Callable[[int], None] | None) -> None:
+    """Passes on what nobody was told yet."""
+    for i, token in enumerate(new, len(said.tokens) - len(new)):
+        if i < len(told.tokens):
+            if token != told.tokens[i]:
+                raise _Departed
+            continue
+        told.tokens.append(token)
+        told.logprobs.append(said.logprobs[i])
+        if heard:
+            heard(token)

@@ -1,0 +1,218 @@
+"""The servers behind an engine: the least busy one that is up gets the next request; one that fails must prove itself.
+
+Everything here runs in the engine's event loop, so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from memopd.engine.vllm.wire import GENERATE, BadAnswer, Refused, choice_of, failure, reason
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 256  # requests outstanding at one server; more would only wait in its queue, and hold a socket each
+_LONGEST_PAUSE = 5.0  # seconds between two looks at a server that is down
+
+
+class Lost(Exception):
+    """A server died, hung or failed: what it was doing must be done again, here or elsewhere."""
+
+
+@dataclass(eq=False, slots=True)
+class Server:
+    url: str
+    outstanding: int = 0
+    label: str | None = None  # of the weights it holds; None: it does not tell
+    down_since: float | None = None  # None: up
+    trouble: str = ""  # why it is down
+
+
+class Fleet:
+    """`admit` is called before a server that was down gets requests again. It raises for as long as it must not."""
+
+    def __init__(
+        self, urls: Sequence[str], timeout: float, patience: float, admit: Callable[[Server], Awaitable[None]]
+    ) -> None:
+        self.servers = [Server(url) for url in _clean(urls)]
+        self.patience = patience
+        self.failure: Exception | None = None
+        self._admit = admit
+        self._open = True
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._revivals: set[asyncio.Task[None]] = set()
+        key = os.environ.get("VLLM_API_KEY")
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout, connect=10, pool=None),
+            # Connections are dropped before the server drops them (after 5 s), which would look like its death.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE, keepalive_expiry=2),
+        )
+
+    async def close(self) -> None:
+        for task in self._revivals:
+            task.cancel()
+        await self._client.aclose()
+
+    # Which server
+
+    async def acquire(self, though_shut: bool = False) -> Server:
+        """The least busy server that is up. Waits for one; an error when all have been down for too long."""
+        while True:
+            if self.failure and not though_shut:
+                raise self.failure
+            up = [s for s in self.servers if s.down_since is None]
+            free = [s for s in up if s.outstanding < AT_ONCE]
+            if free and (self._open or though_shut):
+                server = min(free, key=lambda s: s.outstanding)
+                server.outstanding += 1
+                return server
+            if not up:
+                self._give_up_if_overdue()
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled():
+                    self._wake(1)  # this turn is not taken: the next in line has it
+                raise
+
+    def release(self, server: Server) -> None:
+        server.outstanding -= 1
+        self._wake(1)
+
+    async def shut(self) -> None:
+        """No request starts until `open`. Returns when those under way have ended."""
+        self._open, self.failure = False, None
+        while any(s.outstanding for s in self.servers):
+            await asyncio.sleep(0.01)
+
+    def open(self) -> None:
+        self._open, self.failure = True, None
+        self._wake(len(self._waiting))
+
+    def fail(self, error: Exception) -> None:
+        """Ends every request that waits or will come."""
+        self.failure = error
+        self._wake(len(self._waiting))
+
+    def lost(self, server: Server, why: object) -> None:
+        """Down until it is admitted again."""
+        server.trouble = str(why)
+        if server.down_since is None:
+            server.down_since = time.monotonic()
+            log.warning("%s: down: %s", server.url, why)
+            task = asyncio.get_running_loop().create_task(self._revive(server))
+            self._revivals.add(task)
+            task.add_done_callback(self._revivals.discard)
+
+    async def _revive(self, server: Server) -> None:
+        pause = 0.1
+        while server.down_since is not None:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            try:
+                await self._admit(server)
+            except Lost as error:
+                server.trouble = str(error)
+            except Exception as error:  # stale weights, or a fault of ours: only an update may help
+                self.fail(error)
+            else:
+                log.warning("%s: up again after %.1f s", server.url, time.monotonic() - server.down_since)
+                server.down_since = None
+            self._wake(len(self._waiting))  # to take it, or to see that time is up
+
+    def _give_up_if_overdue(self) -> None:
+        now = time.monotonic()
+        if all(now - (s.down_since or now) > self.patience for s in self.servers):
+            troubles = "; ".join(f"{s.url}: {s.trouble}" for s in self.servers)
+            raise ConnectionError(f"no policy server came back within {self.patience:g} s: {troubles}")
+
+    def _wake(self, count: int) -> None:
+        while count and self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                count -= 1
+
+    # What is asked of it
+
+    async def call(self, server: Server, method: str, path: str, **rest: Any) -> Any:
+        """One route's JSON (None where it answers with nothing). `Lost` when trying again may help."""
+        with _named(server, path):
+            response = await self._client.request(method, server.url + path, **rest)
+            _raise_for(response)
+            return response.json() if response.content else None
+
+    async def has(self, server: Server, path: str) -> bool:
+        """Whether a POST route exists: a GET of one that does is answered 405, not 404."""
+        try:
+            return (await self._client.get(server.url + path, timeout=10)).status_code != 404
+        except httpx.TransportError as error:
+            raise Lost(f"{path}: {_reason(error)}") from error
+
+    async def choices(self, server: Server, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The choices of a streamed completion, or the one of a completion that comes in one piece."""
+        with _named(server, GENERATE):
+            if not payload["stream"]:
+                answer = await self.call(server, "POST", GENERATE, json=payload)
+                if (choice := choice_of(answer)) is not None:
+                    yield choice
+                return
+            async with self._client.stream("POST", server.url + GENERATE, json=payload) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    _raise_for(response)
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {") and (choice := choice_of(json.loads(line[6:]))) is not None:
+                        yield choice
+
+
+@contextmanager
+def _named(server: Server, path: str) -> Iterator[None]:
+    """What goes wrong inside, as `Lost` where trying again may help, else as `ValueError`; either says where."""
+    try:
+        yield
+    except (httpx.TransportError, json.JSONDecodeError, BadAnswer) as error:
+        raise Lost(f"{path}: {_reason(error)}") from error
+    except Refused as error:
+        raise ValueError(f"{server.url}{path}: {error}") from error
+
+
+def _raise_for(response: httpx.Response) -> None:
+    if response.status_code >= 400:
+        try:
+            text = reason(response.json())
+        except json.JSONDecodeError:
+            text = response.text
+        raise failure(response.status_code, text)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__  # time-outs have no text
+
+
+def _clean(urls: Sequence[str]) -> list[str]:
+    if isinstance(urls, str):
+        urls = [urls]
+    cleaned = [url.rstrip("/").removesuffix("/v1") for url in urls]
+    if not cleaned:
+        raise ValueError("no policy server given; one looks like http://127.0.0.1:8001")
+    for url in cleaned:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no server's address; one looks like http://127.0.0.1:8001")
+        if cleaned.count(url) > 1:
+            raise ValueError(f"{url} is given twice")
+    return cleaned

@@ -1,0 +1,150 @@
+"""New weights for a server, and the proof that it samples with them.
+
+Each server carries a label, `VERSION@WHERE`, which vLLM returns with every completion: a server that came back from
+the dead with the weights it was started with says so itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from memopd.engine.protocol import Completion
+from memopd.engine.vllm.servers import Fleet, Lost, Server
+from memopd.files import whole
+from memopd.types import Floats, Ids
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights: TypeAlias = "Path | Mapping[str, Tensor] | Callable[[str], None]"
+Score: TypeAlias = Callable[[Sequence[tuple[Ids, Ids]], float], Sequence[Floats]]
+
+UNLABELLED = "default"  # vLLM's own label: what the server was started with
+_ROUTES = ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
+
+
+class StaleWeights(ValueError):
+    """A server does not sample with the weights it was given."""
+
+    def __init__(self, url: str, version: int, gap: float, tolerance: float) -> None:
+        super().__init__(
+            f"{url}: stale weights: its log-probabilities are {gap:.3g} from those of version {version} (tolerance "
+            f"{tolerance:.3g}); restart it on that checkpoint (vLLM on CPU cannot reload tied embeddings)"
+        )
+        self.url, self.version, self.gap, self.tolerance = url, version, gap, tolerance
+
+
+def version_of(label: str | None) -> int:
+    """The version in a label. Weights that nobody updated are version 0."""
+    head = (label or UNLABELLED).partition("@")[0]
+    if head == UNLABELLED:
+        return 0
+    if not head.isdigit():
+        raise ValueError(f"the weights are labelled {label!r}, not by MemOPD; give weights and version, or restart it")
+    return int(head)
+
+
+def label_of(weights: Path | Callable[[str], None], version: int) -> str:
+    return f"{version}@{weights if isinstance(weights, Path) else 'transfer'}"
+
+
+def checkpoint(path: Path) -> Path:
+    """A folder that a server can be told to load. A wrong one kills the server, so it is looked at here."""
+    path = path.expanduser().resolve()
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(f"{path}: no *.safetensors to give to the policy servers")
+    return path
+
+
+def write(state: Mapping[str, Tensor], folder: Path, version: int) -> Path:
+    """Tensors, named as in a Hugging Face checkpoint, to a folder of their own."""
+    from safetensors.torch import save_file
+
+    kept: dict[str, Tensor] = {}
+    seen: set[tuple[int, int]] = set()
+    for name, tensor in state.items():
+        storage = (tensor.data_ptr(), tensor.numel())  # a tied head is written once, as in checkpoints
+        if storage not in seen:
+            kept[name] = tensor.detach().cpu().contiguous()
+        seen.add(storage)
+    home = folder / f"weights-{version}"
+    with whole(home / "model.safetensors") as partial:
+        save_file(kept, partial, metadata={"format": "pt"})
+    return home
+
+
+def remove_older(written: Path) -> None:
+    """What `write` wrote before: no server will be given it again."""
+    for old in written.parent.glob("weights-*"):
+        if old != written:
+            shutil.rmtree(old)
+
+
+async def bring(fleet: Fleet, server: Server, weights: Path | Callable[[str], None], label: str) -> None:
+    """Gives a server new weights. Nothing of ours may be under way there."""
+    for route in _ROUTES:
+        if not await fleet.has(server, route):
+            raise ValueError(
+                f"{server.url} has no {route}: weights cannot be updated; start it with VLLM_SERVER_DEV_MODE=1 "
+                "(memopd serve policy does)"
+            )
+    if isinstance(weights, Path):
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+        await fleet.call(server, "POST", "/collective_rpc", json=load)
+    else:
+        await asyncio.to_thread(weights, server.url)
+    await _forget(fleet, server)
+    await fleet.call(server, "POST", "/update_weight_version", json={"new_version": label})
+    server.label = label
+
+
+async def _forget(fleet: Fleet, server: Server) -> None:
+    """Keys and values of the old weights. Refused for as long as a request of somebody else holds some."""
+    try:
+        async with asyncio.timeout(fleet.patience):
+            while not (await fleet.call(server, "POST", "/reset_prefix_cache"))["success"]:
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise Lost("its prefix cache is held by requests of others") from None
+
+
+def rounding_tolerance(score: Score, precise: Score, pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> float:
+    """How far a server may be from the trainer when both hold the same weights: three times the trainer's own error.
+
+    `precise` is the trainer in more precise arithmetic. A server that does as well as we ask of packed training is at
+    most twice the trainer's error from it (docs/architecture.md), and the trainer is once that far on the other side.
+    """
+    ours, exact = score(pairs, temperature), precise(pairs, temperature)
+    return 3 * float(np.max([np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(ours, exact, strict=True)]))
+
+
+def gap(ours: Sequence[Floats], theirs: Sequence[Completion]) -> float:
+    """The largest difference of two log-probabilities of one sampled token; NaN when there is one among them."""
+    differences = []
+    for i, (mine, completion) in enumerate(zip(ours, theirs, strict=True)):
+        mine = np.asarray(mine, np.float64)
+        assert completion.logprobs is not None
+        if mine.shape != completion.logprobs.shape:
+            raise ValueError(f"score: pair {i} has {len(completion.tokens)} sampled tokens, got {mine.shape}")
+        differences.append(np.abs(mine - completion.logprobs).max())
+    return float(np.max(differences))
+
+
+def replay_gap(key: Sequence[Completion], theirs: Sequence[Completion]) -> float:
+    """As `gap`, against verified answers to the same requests. Rounding may part two answers midway, not at once."""
+    differences = []
+    for ours, other in zip(key, theirs, strict=True):
+        assert ours.logprobs is not None
+        assert other.logprobs is not None
+        length = min(len(ours.tokens), len(other.tokens))
+        alike = int(np.cumprod(ours.tokens[:length] == other.tokens[:length]).sum())
+        if not alike:
+            return float("inf")
+        differences.append(np.abs(ours.logprobs[:alike] - other.logprobs[:alike]).max())
+    return float(np.max(differences))

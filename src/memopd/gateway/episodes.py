@@ -1,0 +1,329 @@
+"""Episodes on their way: in the journal call by call, in the store once a reward has finished them.
+
+    add ──> journal ──> finish ──> journal ──> compact ──> one part of the store ──> "stored" in the journal
+                                                              └──> segments in which nothing lives are dropped
+
+Killed at any instant, the next start reads the journal against the store: what is in the store is finished, what
+has its reward in the journal is written to the store, the rest goes on. A record is JSON and packed arrays, because
+a list of ids in JSON is twice as long and slow to read:
+
+    length of the JSON u32 | JSON, padded to a multiple of 8 | log-probabilities f64 | prompt i32 | completion i32
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from memopd.gateway.drift import History
+from memopd.record.journal import SEGMENT_BYTES, Journal, JournalError
+from memopd.record.store import StoreError, write_episodes
+from memopd.types import Call, Episode, Sampling, StopReason
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Recorded:
+    """One call of an episode, and what the journal knows of it beyond the call itself."""
+
+    episode: str
+    number: int  # in the order of arrival: calls may overlap, and an episode's calls are ordered by when they were made
+    call: Call
+    sampling: Sampling
+    seed: int | None  # the client's
+    started: float
+    ended: float
+    shown: int = 0  # characters of the reply that the client saw
+    history: History = field(default_factory=History)
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    calls: list[Recorded] = field(default_factory=list)
+    segments: Counter[int] = field(default_factory=Counter)  # bytes in each segment of the journal
+    outcome: dict[str, Any] | None = None
+
+
+class Ledger:
+    """The unfinished episodes of a store, kept in memory and in its journal. Methods may be called from any thread.
+
+    Memory is that of the unfinished episodes: 4 bytes an id read, 12 an id sampled.
+    """
+
+    def __init__(self, store: str | Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.store = Path(store)
+        if self.store.suffix == ".parquet" or self.store.is_file():
+            raise ValueError(f"{store}: the store of a gateway must be a directory, it gets a part at a time")
+        self._journal = Journal(self.store / "journal", segment_bytes)
+        try:
+            self._finished = _stored(self.store)  # episode to reward
+            self._live: dict[str, _Live] = {}
+            self._ready: list[str] = []  # finished, durably, and not in the store yet
+            self._held: Counter[int] = Counter()  # bytes in each segment that belong to a live episode
+            self._notes: Counter[int] = Counter()  # bytes of "stored" records
+            self._number = 0
+            self._lock, self._compacting = Lock(), Lock()
+            unsaid: dict[str, float] = {}
+            for segment, payload in self._journal.records():
+                try:
+                    self._replay(segment, payload, unsaid)
+                except (KeyError, TypeError) as error:
+                    path = self._journal.directory
+                    raise JournalError(f"{path}: segment {segment}: a record of another version: {error!r}") from None
+            if unsaid:
+                self._note(unsaid)
+        except BaseException:
+            self._journal.close()
+            raise
+
+    @property
+    def broken(self) -> JournalError | None:
+        return self._journal.broken
+
+    @property
+    def waiting(self) -> int:
+        """Finished episodes that are not in the store yet."""
+        return len(self._ready)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Episodes that are open, and finished."""
+        with self._lock:
+            return sum(live.outcome is None for live in self._live.values()), len(self._finished)
+
+    def number(self) -> int:
+        """The next call's."""
+        with self._lock:
+            self._number += 1
+            return self._number - 1
+
+    def calls(self, name: str) -> list[Recorded]:
+        """Of an episode that is not in the store yet, in the order of arrival."""
+        with self._lock:
+            live = self._live.get(name)
+            return sorted(live.calls, key=lambda recorded: recorded.number) if live else []
+
+    def reward(self, name: str) -> float | None:
+        """Of a finished episode."""
+        return self._finished.get(name)
+
+    def add(self, recorded: Recorded) -> Future[int]:
+        """Resolves when the call is durable."""
+        payload = _packed(recorded)
+        with self._lock:
+            self._live.setdefault(recorded.episode, _Live()).calls.append(recorded)
+            return self._journal.append(payload, lambda done: self._landed(recorded.episode, len(payload), done))
+
+    def finish(self, name: str, reward: float, task: str | None = None) -> Future[int]:
+        """Resolves when the outcome is durable. From the first moment on the episode counts as finished."""
+        outcome: dict[str, Any] = {"finish": name, "reward": reward, "task": task or name, "ended": time.time()}
+        payload = _with_arrays(outcome)
+        with self._lock:
+            self._live[name].outcome = outcome
+            self._finished[name] = reward
+            return self._journal.append(payload, lambda done: self._landed(name, len(payload), done, finished=True))
+
+    def compact(self) -> int:
+        """Write the finished episodes to the store, one part, and drop them from the journal. Their number."""
+        with self._compacting:
+            with self._lock:
+                names = list(self._ready)
+            if names:
+                write_episodes(self.store, (episode_of(name, self._live[name]) for name in names))
+                self._note({name: self._finished[name] for name in names})
+                with self._lock:
+                    del self._ready[: len(names)]
+                    for name in names:
+                        self._held.subtract(self._live.pop(name).segments)
+            self._clean()
+            return len(names)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def _landed(self, name: str, size: int, done: Future[int], finished: bool = False) -> None:
+        """Before the segment can be sealed, so that what lives in a sealed segment is known."""
+        if done.exception() is None:
+            with self._lock:
+                self._count(name, done.result(), size)
+                if finished:
+                    self._ready.append(name)
+
+    def _count(self, name: str, segment: int, size: int) -> None:
+        self._live[name].segments[segment] += size
+        self._held[segment] += size
+
+    def _note(self, rewards: dict[str, float]) -> None:
+        note = _with_arrays({"stored": rewards})
+        self._notes[self._journal.append(note).result()] += len(note)
+
+    def _clean(self) -> None:
+        """A segment goes when nothing in it lives and none is older; it is rewritten when half of it is dead.
+
+        "stored" records stay for as long as a segment before them does, which may hold calls of those episodes: so a
+        part that was taken out of the store is not written a second time.
+        """
+        for segment in self._journal.sealed:
+            if not self._held[segment] and segment == self._journal.oldest:
+                self._journal.drop(segment)
+                continue
+            size = self._journal.size(segment)
+            if size > 2 * (self._held[segment] + self._notes[segment]) + 4096:
+                self._journal.rewrite(segment, self._lives)
+
+    def _lives(self, payload: bytes) -> bool:
+        head = _head(payload)
+        return "stored" in head or (head.get("call") or head.get("finish")) in self._live
+
+    def _replay(self, segment: int, payload: bytes, unsaid: dict[str, float]) -> None:
+        """`unsaid` collects what is in the store although the journal does not say so: it was killed in between."""
+        head = _head(payload)
+        if "stored" in head:
+            self._notes[segment] += len(payload)
+            for name, reward in head["stored"].items():
+                self._finished[name] = reward
+                unsaid.pop(name, None)
+                if live := self._live.pop(name, None):
+                    self._held.subtract(live.segments)
+                    if name in self._ready:  # not where cleaning took its `finish` and left a call
+                        self._ready.remove(name)
+            return
+        name = head.get("call") or head["finish"]
+        if name in self._finished and name not in self._live:
+            unsaid[name] = self._finished[name]
+            return
+        live = self._live.setdefault(name, _Live())
+        if "call" in head:
+            live.calls.append(_recorded(head, payload))
+            self._number = max(self._number, head["number"] + 1)
+        else:
+            live.outcome = head
+            self._finished[name] = head["reward"]
+            self._ready.append(name)
+        self._count(name, segment, len(payload))
+
+
+def episode_of(name: str, live: _Live) -> Episode:
+    """The recorded calls in order of arrival, as one episode.
+
+    An episode has one distribution that its completions were drawn from. Of several the one with the most calls
+    counts, an unrestricted one first; calls drawn otherwise stay as context and say how they were drawn.
+    """
+    assert live.outcome is not None
+    recorded = sorted(live.calls, key=lambda r: r.number)
+    distribution = _distribution(recorded)
+    calls = []
+    for r in recorded:
+        call = r.call
+        if (how := _drawn(r.sampling)) != distribution:
+            purpose = "drawn with temperature {}, top_p {}, top_k {}".format(*how)
+            call = replace(call, trainable=False, purpose=purpose)
+        calls.append(call)
+    limits = [r.sampling.max_tokens for r in recorded]
+    limit = None if None in limits else max(n for n in limits if n is not None)
+    seeds = {r.seed for r in recorded}
+    return Episode(
+        name,
+        live.outcome["task"],
+        tuple(calls),
+        live.outcome["reward"],
+        Sampling(*distribution, max_tokens=limit),
+        seeds.pop() if len(seeds) == 1 else None,
+        recorded[0].started,
+        live.outcome["ended"],
+    )
+
+
+def _distribution(recorded: list[Recorded]) -> tuple[float, float, int]:
+    whole = [r for r in recorded if r.call.stop is not StopReason.ABORTED] or recorded
+    counts = Counter(_drawn(r.sampling) for r in whole)
+    return max(counts, key=lambda how: (how[1:] == (1.0, 0), counts[how]))  # the first of equals
+
+
+def _drawn(sampling: Sampling) -> tuple[float, float, int]:
+    return sampling.temperature, sampling.top_p, sampling.top_k
+
+
+def _stored(store: Path) -> dict[str, float]:
+    """Episodes of the store's parts and their rewards."""
+    found: dict[str, float] = {}
+    for part in sorted(store.glob("*.parquet")):
+        try:
+            table = pq.read_table(part, columns=["episode", "episode_reward"], page_checksum_verification=True)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise StoreError(f"{part}: cannot be read as a part of a store: {error}") from None
+        found.update(zip(*(table.column(n).to_pylist() for n in ("episode", "episode_reward")), strict=True))
+    return found
+
+
+def _packed(recorded: Recorded) -> bytes:
+    call, sampling, history = recorded.call, recorded.sampling, recorded.history
+    logprobs = np.empty(0) if call.logprobs is None else call.logprobs
+    head = {
+        "call": recorded.episode,
+        "number": recorded.number,
+        "lengths": [len(logprobs), len(call.prompt), len(call.completion)],
+        "stop": call.stop,
+        "version": call.policy_version,
+        "sampling": [sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens],
+        "seed": recorded.seed,
+        "started": recorded.started,
+        "ended": recorded.ended,
+        "shown": recorded.shown,
+        "history": [history.replies, history.drifted, history.first],
+    }
+    return _with_arrays(head, (logprobs, call.prompt, call.completion))
+
+
+def _with_arrays(head: dict[str, Any], arrays: Iterable[Any] = ()) -> bytes:
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-(4 + len(text)) % 8)  # arrays begin aligned
+    return b"".join([struct.pack("<I", len(text)), text, *(array.tobytes() for array in arrays)])
+
+
+def _head(payload: bytes) -> dict[str, Any]:
+    (length,) = struct.unpack_from("<I", payload)
+    head: dict[str, Any] = json.loads(payload[4 : 4 + length])
+    return head
+
+
+def _recorded(head: dict[str, Any], payload: bytes) -> Recorded:
+    at = 4 + struct.unpack_from("<I", payload)[0]
+    arrays = []
+    for dtype, length in zip((np.float64, np.int32, np.int32), head["lengths"], strict=True):
+        arrays.append(np.frombuffer(payload, dtype, length, at))
+        at += arrays[-1].nbytes
+    logprobs, prompt, completion = arrays
+    call = Call(
+        prompt,
+        completion,
+        logprobs if len(logprobs) else None,
+        head["stop"],
+        policy_version=head["version"],
+        name=f"episode {head['call']!r}: call {head['number']}",
+    )
+    return Recorded(
+        head["call"],
+        head["number"],
+        call,
+        Sampling(*head["sampling"]),
+        head["seed"],
+        head["started"],
+        head["ended"],
+        head["shown"],
+        History(*head["history"]),
+    )

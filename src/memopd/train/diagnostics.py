@@ -1,0 +1,82 @@
+"""What people look at: quality, drift, sharing, one console line a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from memopd.evaluate import measure_all
+from memopd.tasks import Task
+from memopd.train import ranks
+from memopd.train.batch import MiniBatch
+from memopd.train.scoring import Scored
+from memopd.train.source import Sampler, Source
+from memopd.types import Episode, Ids
+
+log = logging.getLogger("memopd")
+
+Decode = Callable[[Ids], str]
+
+
+def describe(episodes: list[Episode], batches: list[MiniBatch], scored: list[Scored]) -> dict[str, float]:
+    calls = [c for b in batches for c in b.calls]
+    kept = sum(len(b.episodes) for b in batches)
+    found = {
+        "episodes": float(len(episodes)),
+        "left_out": float(len(episodes) - kept),
+        "calls_per_episode": len(calls) / kept,
+        "response_tokens": sum(len(c.completion) for c in calls) / len(calls),
+        "rows_saved": 1 - sum(b.rows for b in batches) / sum(b.tokens for b in batches),
+    }
+    if all(c.logprobs is not None for c in calls):
+        ours = torch.cat([s.logp_old for s in scored]).numpy()
+        gap = np.abs(ours - np.concatenate([c.logprobs for c in calls]))
+        found |= {"sampler_gap": float(gap.mean()), "sampler_gap_p99": float(np.quantile(gap, 0.99))}
+    return found
+
+
+def quality(source: Source, episodes: list[Episode], decode: Decode) -> dict[str, float]:
+    """EM and F1 of what was sampled; recorded episodes have only their reward."""
+    if not isinstance(source, Sampler):
+        return {}
+    asked = {e.task_id for e in episodes}
+    return _graded(source, episodes, [t for t in source.tasks if t.id in asked], decode)
+
+
+def dev_quality(source: Sampler, step: int, decode: Decode) -> dict[str, float]:
+    found = _graded(source, source.dev(step), source.dev_tasks, decode)
+    return {f"dev_{name}": value for name, value in found.items()}
+
+
+def _graded(source: Sampler, episodes: list[Episode], tasks: list[Task], decode: Decode) -> dict[str, float]:
+    measured = measure_all(episodes, tasks, decode, source.environment.grading)
+    return {"em": float(np.mean([m.em for m in measured])), "f1": float(np.mean([m.f1 for m in measured]))}
+
+
+SHOWN = {
+    "reward": "reward", "loss": "loss", "dev_loss": "dev loss", "em": "EM", "dev_em": "dev EM", "approx_kl": "KL",
+    "clip_fraction": "clip", "entropy": "entropy", "loss_opd": "teacher KL", "sampler_gap": "gap",
+    "grad_norm": "grad", "tokens_per_second": "tokens/s",
+}  # fmt: skip
+
+
+def say(step: int, steps: int, metrics: dict[str, Any]) -> None:
+    if ranks.rank() == 0:
+        shown = [f"{name} {_short(metrics[key])}" for key, name in SHOWN.items() if key in metrics]
+        log.info("  ".join([f"step {step + 1}/{steps}", *shown]))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def warn_left_out(reasons: list[str]) -> None:
+    if ranks.rank() == 0:
+        for why in reasons[:3]:
+            log.warning("left out: %s", why)
+        if len(reasons) > 3:
+            log.warning("left out: %d more", len(reasons) - 3)

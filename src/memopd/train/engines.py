@@ -1,0 +1,90 @@
+"""The engines that sample with the policy as it is now: in this process, or on vLLM servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memopd.agent.protocol import user_message
+from memopd.agent.rollout import prefix_of
+from memopd.compile import compile_calls
+from memopd.config import RunConfig
+from memopd.engine.local import LocalEngine
+from memopd.engine.vllm import VllmEngine, rounding_tolerance
+from memopd.score import packed_logprobs
+from memopd.tasks.files import read_tasks
+from memopd.train import ranks
+from memopd.train.models import PolicyRoot, copy_weights, is_sharded, whole_copy, whole_weights
+from memopd.types import Call, Floats, Ids, Sampling
+from memopd.verify.equivalence import MORE_PRECISE, name_of
+
+PROMPTS, TOKENS = 4, 16  # that servers are verified with
+
+
+class LocalPolicy:
+    """The model that is trained samples itself; where it is sharded, every rank keeps a whole copy to sample with."""
+
+    def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, _: Path) -> None:
+        self.root, self.version = root, -1
+        self.model = whole_copy(root, config.model.dtype) if is_sharded(root) else root.model
+        length = config.tasks.max_context + config.sampling.max_tokens
+        self.engine = LocalEngine(self.model, tokenizer, slots=config.sampling.batch, max_length=length)
+
+    def refresh(self, version: int) -> None:
+        """From now on, sample with the weights after `version` updates.
+
+        What the engine remembers of earlier prompts goes even where the weights are the same: a resumed run has no
+        such memory, and must round as this one does.
+        """
+        with self.engine.updating(version):
+            if self.model is not self.root.model and version != self.version:
+                copy_weights(self.root, self.model)
+        self.version = version
+
+
+class ServedPolicy:
+    """vLLM servers that load the weights of every update from the run directory, and are verified each time."""
+
+    def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
+        self.root, self.version = root, -1
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.temperature = config.sampling.temperature
+        asked = read_tasks(config.tasks.train or config.tasks.dev)[:PROMPTS]
+        self.prompts = [prefix_of(tokenizer, user_message(task)) for task in asked]
+        self.engine = VllmEngine(config.sampling.servers, tokenizer, folder=run / "served")
+
+    def refresh(self, version: int) -> None:
+        """From now on, sample with the weights after `version` updates."""
+        if version == self.version:
+            return
+        self.version, first = version, ranks.rank() == 0
+        weights = {name: value.to(self.dtype).cpu() for name, value in whole_weights(self.root) if first}
+        if first:
+            self.engine.update(weights, version)
+        ranks.barrier()  # the other ranks' engines read the version off the servers
+        sampling = Sampling(temperature=self.temperature, max_tokens=TOKENS)  # which the tolerance belongs to
+        self.engine.verify(self.score, self.prompts, tolerance=self._tolerance(), sampling=sampling)
+
+    def score(self, pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> list[Floats]:
+        """log p of the completions: one forward pass, for every rank must make as many as the others."""
+        packed = compile_calls([Call(prompt, completion) for prompt, completion in pairs])
+        with torch.no_grad():
+            logp, *_ = self.root(packed, temperature)
+        sizes = [len(completion) for _, completion in pairs]
+        return [part.double().cpu().numpy() for part in logp.split(sizes)]
+
+    def _tolerance(self) -> float:
+        """What rounding allows, measured on the prompts with the weights as they are now."""
+        precise = whole_copy(self.root, name_of(MORE_PRECISE.get(self.dtype, torch.float64)))
+        copy_weights(self.root, precise)
+
+        def exact(pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> list[Floats]:
+            with torch.no_grad():
+                found = packed_logprobs(precise, [Call(*pair) for pair in pairs], temperature=temperature)
+            return [part.double().cpu().numpy() for part in found]
+
+        halves = [(p[: len(p) // 2], p[len(p) // 2 :]) for p in self.prompts]
+        return rounding_tolerance(self.score, exact, halves, self.temperature)

@@ -1,0 +1,110 @@
+"""The models of a run, their optimisers, and the trained policy at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from memopd.config import RunConfig
+from memopd.files import whole_folder
+from memopd.score import Head
+from memopd.score.tokenizers import check_same_tokenizer
+from memopd.train import checkpoint, ranks
+from memopd.train.models import (
+    PolicyRoot,
+    Root,
+    StatesRoot,
+    ValueRoot,
+    critic_from,
+    load_causal_lm,
+    master_dtype,
+    prepare,
+    teacher_head,
+    whole_weights,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """The models of a run and their optimisers."""
+
+    config: RunConfig
+    device: torch.device
+    student: PolicyRoot
+    actor_optimiser: torch.optim.AdamW
+    critic: ValueRoot | None
+    critic_optimiser: torch.optim.AdamW | None
+    reference: PolicyRoot | None
+    teacher: StatesRoot | None
+    head: Head | None  # the teacher's
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds."""
+        found = trained_tensors("student", self.student, self.actor_optimiser)
+        if self.critic is not None and self.critic_optimiser is not None:
+            found |= trained_tensors("critic", self.critic, self.critic_optimiser)
+        return found
+
+
+def build(config: RunConfig, device: torch.device) -> Learner:
+    """One model after the other, so that the host holds few of them whole at a time."""
+    m, o = config.model, config.optimise
+    if not m.student:
+        raise ValueError("model.student: name a model folder or hub name to train")
+    guided = is_guided(config)
+    if guided:
+        check_same_tokenizer(m.student, m.teacher)
+    student, critic, critic_optimiser = load_causal_lm(m.student, master_dtype(m), config.run.seed), None, None
+    if o.advantages == "gae":
+        critic = prepare(ValueRoot(critic_from(student), m.attention), m, device, trained=True)
+        critic_optimiser = adamw(critic, o.critic_lr, o.weight_decay)
+    root = prepare(PolicyRoot(student, m.attention), m, device, trained=True)
+    reference, teacher, head = None, None, None
+    if o.reference:
+        frozen = load_causal_lm(m.student, getattr(torch, m.dtype), config.run.seed)
+        reference = prepare(PolicyRoot(frozen, m.attention), m, device, trained=False)
+    if guided:
+        frozen = load_causal_lm(m.teacher, getattr(torch, m.dtype))
+        head = teacher_head(frozen, device)
+        teacher = prepare(StatesRoot(frozen, m.attention), m, device, trained=False)
+    optimiser = adamw(root, o.lr, o.weight_decay)
+    return Learner(config, device, root, optimiser, critic, critic_optimiser, reference, teacher, head)
+
+
+def is_guided(config: RunConfig) -> bool:
+    """λ = 0 is PPO, to the bit: the teacher is not even loaded."""
+    if config.teacher.state == "none" or config.teacher.weight == 0:
+        return False
+    if not config.model.teacher:
+        raise ValueError('model.teacher: name one, or set teacher.state to "none"')
+    return True
+
+
+def adamw(root: Root, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    # Fused on a GPU: the other implementations need a third copy of the weights for a moment.
+    fused = next(iter(root.weights.values())).is_cuda
+    return torch.optim.AdamW(root.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused)
+
+
+def trained_tensors(name: str, root: Root, optimiser: torch.optim.AdamW) -> dict[str, dict[str, Tensor]]:
+    state = checkpoint.optimiser_tensors(optimiser, root.weights)
+    return {name: root.weights, f"{name}-optimiser": state}
+
+
+def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:
+    """RUN/model: the trained policy as any Hugging Face program loads it."""
+    first = ranks.rank() == 0
+    weights = {name: value.cpu() for name, value in whole_weights(root) if first}
+    if first:
+        with whole_folder(output / "model") as folder:
+            tokenizer.save_pretrained(folder)
+            try:
+                root.model.save_pretrained(folder, state_dict=weights)
+            except SafetensorError as error:
+                raise OSError(f"{output / 'model'}: cannot be written ({error}); --resume writes it again") from None
+    ranks.barrier()

@@ -1,0 +1,149 @@
+"""The run directory: configuration, metrics, the episodes of every step. `--resume` cuts them back to a checkpoint.
+
+RUN/config.json      as resolved          RUN/episodes/step-000012.parquet   what was trained on
+RUN/metrics.jsonl    a line per step      RUN/checkpoints/                   see checkpoint.py
+RUN/tensorboard/     the same, drawn      RUN/traces/step-000012.parquet     what it used of them: see traces.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memopd.config import RunConfig, from_tables
+from memopd.files import whole
+from memopd.record import write_episodes
+from memopd.train import ranks
+from memopd.train.checkpoint import latest, read_state
+from memopd.train.traces import Trace, write_traces
+from memopd.types import Episode
+
+log = logging.getLogger("memopd")
+
+UNFINISHED = re.compile(r"\.partial$|\.[0-9a-f]{32}(\.|$)")  # what never got its real name
+
+
+@dataclass(slots=True)
+class Run:
+    """An opened run directory. Only rank 0 writes."""
+
+    path: Path
+    first: int  # the step to go on with
+    checkpoint: Path | None
+    writer: Any = None
+    seconds: dict[str, float] = field(default_factory=dict)  # per stage, of the step at hand
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        self._show(name)
+        try:
+            yield
+        finally:
+            self._show("")
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def _show(self, name: str) -> None:
+        """On a terminal, what it is at: a step may take minutes."""
+        if ranks.rank() == 0 and sys.stderr.isatty():
+            print(f"\r\033[K{name}", end="\r", file=sys.stderr, flush=True)
+
+    def episodes(self, step: int, episodes: Sequence[Episode]) -> None:
+        if ranks.rank() == 0:
+            write_episodes(self.path / "episodes" / f"step-{step:06d}.parquet", episodes, overwrite=True)
+
+    def traces(self, step: int, traces: Sequence[Trace]) -> None:
+        if ranks.rank() == 0:
+            write_traces(self.path / "traces" / f"step-{step:06d}.parquet", traces)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """One line; seconds per stage go with it."""
+        values = values | {f"seconds_{name}": round(s, 4) for name, s in self.seconds.items()}
+        self.seconds = {}
+        if ranks.rank() != 0:
+            return
+        line = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items()}
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint that counts this step may follow
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+
+def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
+    """A new directory, or one to go on with; what a killed run wrote after its last checkpoint is cut off."""
+    there = [f.name for f in path.iterdir() if not f.name.startswith(".")] if path.is_dir() else []
+    if set(there) <= {"config.json", "tensorboard"}:
+        there = []  # killed, or refused, before it had done anything: as good as new
+    ranks.barrier()
+    if there and not resume:
+        raise ValueError(f"{path}: exists already; --resume goes on with it, or choose another --output")
+    if resume and "config.json" not in there and (there or not path.is_dir()):
+        raise ValueError(f"{path}: there is no run to resume (no config.json)")
+    if resume and there:
+        before = from_tables(json.loads((path / "config.json").read_text()), str(path / "config.json"))
+        if before != config:
+            raise ValueError(f"{path}: was started with other settings: {_difference(before, config)}")
+    checkpoint = latest(path) if resume else None
+    first = 0 if checkpoint is None else int(read_state(checkpoint)["step"])
+    run = Run(path, first, checkpoint)
+    if ranks.rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        if resume:
+            _cut_back(path, first)
+            log.info("%s: %s", path, f"goes on after step {first}" if first else "no checkpoint yet, begins anew")
+        if not there:
+            with whole(path / "config.json") as file:
+                file.write_text(config.as_json())
+        from torch.utils.tensorboard import SummaryWriter
+
+        run.writer = SummaryWriter(str(path / "tensorboard"), purge_step=first)
+    ranks.barrier()
+    return run
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Whole lines only: a killed run may have left half of one."""
+    file = path / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    lines = []
+    for text in file.read_text().splitlines(keepends=True):
+        if not text.endswith("\n"):
+            break
+        try:
+            lines.append(json.loads(text))
+        except ValueError as error:
+            raise ValueError(f"{file}: line {len(lines) + 1} is damaged ({error}): remove it") from None
+    return lines
+
+
+def _cut_back(path: Path, first: int) -> None:
+    kept = [line for line in read_metrics(path) if line["step"] < first]
+    with whole(path / "metrics.jsonl") as file:
+        file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    for part in [*path.glob("episodes/step-*"), *path.glob("traces/step-*"), *path.glob("equivalence/step-*")]:
+        if int(part.stem.split("-")[1]) >= first:
+            part.unlink()
+    for left in [*path.glob(".*"), *path.glob("*/.*")]:
+        if UNFINISHED.search(left.name):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _difference(before: RunConfig, now: RunConfig) -> str:
+    a, b = json.loads(before.as_json()), json.loads(now.as_json())
+    changed = [f"{s}.{k} was {a[s][k]!r}, is {b[s][k]!r}" for s in a for k in a[s] if a[s][k] != b[s][k]]
+    return "; ".join(changed)

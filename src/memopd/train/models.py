@@ -1,0 +1,210 @@
+"""The models of one update, π_θ, V_φ, π_ref and π_T, and the roots through which they are run and sharded.
+
+FSDP gathers a group's weights when the group's own `forward` runs, so the root must do backbone *and* head; calling
+the backbone of a sharded model by itself fails. Tied embeddings stay in the root group.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from memopd.attention.support import sharing
+from memopd.compile import Packed
+from memopd.config import ModelConfig
+from memopd.files import check_model_folder
+from memopd.score import Head, Target, decision_states, head_of, score
+from memopd.score.states import backbone
+from memopd.train import ranks
+
+
+class Root(nn.Module):
+    """A model under the one forward pass that training needs of it."""
+
+    def __init__(self, model: Any, attention: str) -> None:
+        super().__init__()
+        self.model = model
+        self.attention = attention
+        self.weights: dict[str, Tensor] = {}  # as the optimiser has them: rows of this rank, where it is sharded
+
+
+class PolicyRoot(Root):
+    def forward(
+        self, packed: Packed, temperature: float, head: Head | None = None, states: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """(log p, entropy[, reverse KL]) at the decisions; `head` and `states` are the teacher's."""
+        target = None if head is None or states is None else Target(head, states)
+        scores = score(self.model, [packed], temperature, self.attention, target)
+        assert scores.logprob is not None
+        assert scores.entropy is not None
+        return (scores.logprob, scores.entropy) + (() if scores.divergence is None else (scores.divergence,))
+
+
+class ValueRoot(Root):
+    def forward(self, packed: Packed) -> Tensor:
+        """V at g(t, k)."""
+        value = score(self.model, [packed], attention=self.attention).value
+        assert value is not None
+        return value
+
+
+class StatesRoot(Root):
+    """A frozen teacher: its hidden states are kept, its logits never are."""
+
+    def forward(self, packed: Packed) -> Tensor:
+        return decision_states(self.model, packed, self.attention)
+
+
+def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A model folder or hub name; a config.json alone gives random weights from the seed."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if path.endswith(".json"):
+        config = transformers.AutoConfig.for_model(**json.loads(Path(path).read_text()))
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    check_model_folder(path)
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{path}: its weights are cut short or damaged ({error}): copy them again") from None
+
+
+def load_tokenizer(path: str) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})") from None
+
+
+def critic_from(student: Any) -> Any:
+    """V_φ: the student's backbone and a value head that starts at zero."""
+    config = copy.deepcopy(student.config)
+    config.num_labels = 1
+    try:
+        critic = transformers.AutoModelForTokenClassification.from_config(config, dtype=student.dtype)
+    except ValueError:
+        kind = type(student).__name__
+        raise ValueError(f'{kind}: transformers has no critic of its kind: set optimise.advantages = "group"') from None
+    backbone(critic).load_state_dict(backbone(student).state_dict())
+    nn.init.zeros_(critic.score.weight)
+    if critic.score.bias is not None:
+        nn.init.zeros_(critic.score.bias)
+    return critic
+
+
+def master_dtype(config: ModelConfig) -> torch.dtype:
+    """Of the weights that the optimiser changes: small steps vanish in half precision."""
+    return torch.promote_types(getattr(torch, config.dtype), torch.float32)
+
+
+def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool) -> Any:
+    """Ready to train on its device, or frozen; sharded where ranks share it or masters stay in another precision.
+
+    A frozen model that is whole stays in host memory, and is lent to the device for as long as it scores.
+    """
+    model, dtype = root.model, getattr(torch, config.dtype)
+    _no_dropout(model)
+    root.train(trained)
+    if trained and config.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not trained:
+        model.requires_grad_(False)
+    if trained or ranks.world() > 1:
+        root.to(device)
+    if isinstance(root, PolicyRoot):
+        head_of(model)  # checks the head against the model's own logits while its weights are whole
+    if ranks.world() > 1 or (trained and dtype != master_dtype(config)):
+        layers = _layers(model)
+        ranks.ensure_group(device)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(config))
+        for layer in layers:
+            fully_shard(layer, mp_policy=policy)
+        if isinstance(root, ValueRoot):  # three digits are too few for a value: its head stays precise
+            fully_shard(model.score, mp_policy=MixedPrecisionPolicy(param_dtype=master_dtype(config)))
+        fully_shard(root, mp_policy=policy)
+    root.weights = dict(model.named_parameters())
+    return root
+
+
+def _layers(model: Any) -> Any:
+    """What FSDP gathers one by one; an error that says what to do where it cannot."""
+    name = type(model).__name__
+    if ranks.world() > 1 and not (can := sharing(model)).shared:
+        # One pass a call: ranks whose packs hold different numbers of calls would wait for each other for ever.
+        raise ValueError(f"{name} runs every call by itself ({can.reason}), which works on one rank only: train on one")
+    layers = getattr(backbone(model), "layers", None)
+    if layers is None:
+        raise ValueError(f"{name} has no list of layers to shard: train it on one rank, with model.dtype float32")
+    return layers
+
+
+@contextmanager
+def lent(root: Root, device: torch.device) -> Iterator[None]:
+    """A frozen model on `device` for the length of the block. Its weights do not change: none is copied back."""
+    home = [(p, p.data) for p in root.parameters() if p.device != device]
+    root.to(device)
+    try:
+        yield
+    finally:
+        for parameter, weights in home:
+            parameter.data = weights
+
+
+def teacher_head(model: Any, device: torch.device) -> Head:
+    """The frozen head by itself, whole on every rank: the divergence reads it when the teacher's layers are done."""
+    head = head_of(model)
+    bias = None if head.bias is None else head.bias.detach().to(device)
+    return replace(head, weight=head.weight.detach().to(device), bias=bias)
+
+
+def whole_weights(root: Root) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the model, one at a time, whole on every rank (a collective)."""
+    for name, value in root.weights.items():
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
+
+
+def is_sharded(root: Root) -> bool:
+    return any(isinstance(value, DTensor) for value in root.weights.values())
+
+
+def whole_copy(root: Root, dtype: str) -> Any:
+    """A sharded model's shape, whole and frozen, in the precision that it runs in; `copy_weights` fills it."""
+    config = copy.deepcopy(root.model.config)  # each has its own attention
+    with next(iter(root.weights.values())).device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.generation_config = root.model.generation_config  # which tokens end a response
+    return model.eval().requires_grad_(False)
+
+
+def copy_weights(root: Root, model: Any) -> None:
+    targets = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in whole_weights(root):
+            targets[name].copy_(value)
+
+
+def _no_dropout(model: Any) -> None:
+    """Shared rows would share masks."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    for name, value in vars(model.config).items():
+        if name.endswith("dropout") and isinstance(value, float):
+            setattr(model.config, name, 0.0)

@@ -1,0 +1,129 @@
+"""Score the mini-batches with every model, in the same packs: π_old, π_ref, V_φ, and the teacher's states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memopd.compile import Packed
+from memopd.score import Head
+from memopd.train import ranks
+from memopd.train.batch import Bools, Ints, MiniBatch, parts_of
+from memopd.train.learner import Learner
+from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, lent
+from memopd.types import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """The teacher's side of one mini-batch."""
+
+    head: Head
+    states: dict[int, Tensor]  # of this rank's packs, by their first place; [decisions, H_T], on the device
+    mask: Tensor  # [D] m^T
+    divergence: Tensor | None = None  # [D] zeros that the first epoch of `update` fills, each rank at its own places
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One mini-batch. All [D], in host memory."""
+
+    logp_old: Tensor
+    logp_ref: Tensor
+    value: Tensor
+    thinking: Bools
+
+
+def score_batches(
+    learner: Learner, batches: list[MiniBatch], decode: Callable[[Ids], str]
+) -> tuple[list[Scored], list[Guide | None]]:
+    """Model after model, each over all mini-batches: a frozen one is on the device only while it scores."""
+    temperature, teacher = learner.config.sampling.temperature, learner.config.teacher
+    old = [policy_scores(learner.student, b, temperature) for b in batches]
+    ref, value = old, [torch.zeros_like(o) for o in old]
+    if learner.reference is not None:
+        with lent(learner.reference, learner.device):
+            ref = [policy_scores(learner.reference, b, temperature) for b in batches]
+    if learner.critic is not None:
+        value = [values(learner.critic, b) for b in batches]
+    thinking = [parts_of(b, decode) for b in batches]
+    guides: list[Guide | None] = [None] * len(batches)
+    if learner.teacher is not None and learner.head is not None:
+        states = exact_states if teacher.state == "aligned" else persistent_states
+        with lent(learner.teacher, learner.device):
+            guides = [
+                Guide(
+                    learner.head,
+                    states(learner.teacher, b),
+                    teacher_mask(t, teacher.mask),
+                    torch.zeros(len(b), device=learner.device),
+                )
+                for b, t in zip(batches, thinking, strict=True)
+            ]
+    return [Scored(*columns) for columns in zip(old, ref, value, thinking, strict=True)], guides
+
+
+@torch.no_grad()
+def policy_scores(root: PolicyRoot, batch: MiniBatch, temperature: float) -> Tensor:
+    """[D] log p of every sampled token."""
+    return at_places(batch, lambda packed: root(packed, temperature)[0])
+
+
+@torch.no_grad()
+def values(root: ValueRoot, batch: MiniBatch) -> Tensor:
+    """[D] V_φ."""
+    return at_places(batch, root)
+
+
+def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
+    """What `run` gives for every decision, wherever its pack was computed. [D], in host memory, on every rank."""
+    found: list[Tensor] = []
+    place: list[Ints] = []
+    for work, counts in ranks.deal(batch.work):
+        values = run(work.packed)  # stays on the device: the host goes on to the next pack, and waits once, at the end
+        found.append(values if counts else values[:0])
+        place.append(work.place if counts else work.place[:0])
+    out = torch.zeros(len(batch), dtype=found[0].dtype)
+    out[torch.as_tensor(np.concatenate(place))] = torch.cat(found).cpu()
+    return ranks.total(out)
+
+
+@torch.no_grad()
+def exact_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
+    """MemOPD: the teacher in the states that the student was in, for this rank's packs."""
+    found = {}
+    for work, counts in ranks.deal(batch.work):
+        states = root(work.packed)
+        if counts:
+            found[int(work.place[0])] = states
+    return found
+
+
+@torch.no_grad()
+def persistent_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
+    """The control: the teacher in the states of a flattened history, handed out as `exact_states` does.
+
+    One history serves all packs that hold calls of its episode, so each rank runs the episodes that its packs need.
+    """
+    mine = [work for work, counts in ranks.deal(batch.work) if counts]
+    needed = sorted({int(e) for work in mine for e in batch.episode[work.place]})
+    histories = batch.persistent(needed)
+    idle = max(ranks.gather(len(histories))) - len(histories)
+    filler = batch.persistent([0]) * idle  # sharded models run in step
+    flat: Tensor | None = None
+    for history in histories + filler:
+        states = root(history.packed)
+        flat = states.new_zeros(len(batch), states.shape[1]) if flat is None else flat
+        flat[torch.as_tensor(history.place, device=flat.device)] = states
+    assert flat is not None
+    return {int(w.place[0]): flat[torch.as_tensor(w.place, device=flat.device)] for w in mine}
+
+
+def teacher_mask(thinking: Bools, which: str) -> Tensor:
+    """m^T ⊆ m^act."""
+    think = torch.as_tensor(thinking)
+    return {"all": torch.ones_like(think), "think": think, "action": ~think}[which]

@@ -1,0 +1,173 @@
+"""Supervised training on recorded interactions: every response in the exact state it was given in.
+
+One example per response turn, packed by the same compiler: calls of one batch that begin alike share their rows. The
+curriculum is short tasks first, then all of them: copying comes as a sudden step, and short tasks bring it on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from memopd.agent.rollout import codec_of
+from memopd.config import RunConfig, SftConfig
+from memopd.record import read_episodes
+from memopd.tasks.grading import answers_of
+from memopd.train import checkpoint, ranks
+from memopd.train.batch import MiniBatch, mini_batch, path_length
+from memopd.train.diagnostics import dev_quality, say, warn_left_out
+from memopd.train.learner import adamw, export_model, trained_tensors
+from memopd.train.log import open_run
+from memopd.train.models import PolicyRoot, load_causal_lm, load_tokenizer, master_dtype, prepare
+from memopd.train.scoring import policy_scores
+from memopd.train.source import Sampler
+from memopd.train.update import backward, clipped_step, learning_rate, set_learning_rate
+from memopd.types import Episode, Ids
+
+log = logging.getLogger("memopd")
+
+DEV_EPISODES = 64  # of each dev store: enough for a loss
+WARMUP = 0.02  # share of the steps
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An episode to imitate, with its number of questions (its horizon)."""
+
+    episode: Episode
+    k: int
+    tokens: int  # that its calls read and sampled
+
+
+def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, float]:
+    """Train until `sft.tokens` have been read, and return the last metrics. The model is in `output`/model."""
+    s, every, budget = config.sft, config.run, config.optimise.budget
+    steps = s.tokens // s.batch
+    if not s.start or not s.episodes or not steps:
+        raise ValueError("sft needs sft.start (a model or a config.json), sft.episodes, and sft.tokens above sft.batch")
+    with ranks.joined() as device, ExitStack() as open_now:
+        run = open_run(output, config, resume)
+        tokenizer = load_tokenizer(s.tokenizer or s.start)
+        decode = codec_of(tokenizer).decode
+        model = load_causal_lm(s.start, master_dtype(config.model), every.seed)
+        if len(tokenizer) > (width := model.get_input_embeddings().weight.shape[0]):
+            raise ValueError(f"{s.start}: has {width} words and the tokenizer {len(tokenizer)}: set vocab_size to that")
+        root = prepare(PolicyRoot(model, config.model.attention), config.model, device, trained=True)
+        optimiser = adamw(root, s.lr, config.optimise.weight_decay)
+        checkpoint.restore(run.checkpoint, trained_tensors("student", root, optimiser))
+        batches = plan(load_examples(s.episodes, s.keep, decode, budget), s, steps, every.seed)
+        dev = load_examples(s.dev, (), decode, budget, DEV_EPISODES)
+        sampler = Sampler(config, root, tokenizer, output) if every.dev_every and config.tasks.dev else None
+        if sampler is not None:
+            open_now.enter_context(closing(sampler))
+        metrics: dict[str, float] = {}
+
+        for step in range(run.first, steps):
+            with run.stage("compile"):
+                batch = mini_batch([e.episode for e in batches[step]], budget)
+            with run.stage("update"):
+                set_learning_rate(optimiser, learning_rate(s.lr, step, steps, WARMUP, "cosine"))
+                metrics = imitate(root, optimiser, batch, config.optimise.max_grad_norm)
+            metrics["tokens_per_second"] = batch.tokens / sum(run.seconds.values())
+            metrics["rows_saved"] = 1 - batch.rows / batch.tokens
+            last = step + 1 == steps
+            if last or (every.dev_every and (step + 1) % every.dev_every == 0):
+                with run.stage("dev"):
+                    metrics |= dev_loss(root, dev, budget) if dev else {}
+                    metrics |= dev_quality(sampler, step + 1, decode) if sampler is not None else {}
+            if step % 10 == 0 or last or {"dev_loss", "dev_em"} & metrics.keys():
+                say(step, steps, metrics)
+            run.metrics(step, metrics)
+            if last or (step + 1) % every.save_every == 0:
+                checkpoint.save(output, step + 1, trained_tensors("student", root, optimiser), every.keep)
+        export_model(output, root, tokenizer)
+    return metrics
+
+
+def imitate(root: PolicyRoot, optimiser: torch.optim.Optimizer, batch: MiniBatch, max_norm: float) -> dict[str, float]:
+    """−mean log p of the recorded responses, over the global batch."""
+    D, total = len(batch), torch.zeros((), dtype=torch.float64, device=next(root.parameters()).device)
+    for work, counts in ranks.deal(batch.work):
+        logp, *_ = root(work.packed, 1.0)
+        loss = -logp.sum()
+        backward(loss / D, counts)
+        total += loss.detach() * counts  # read once, at the end: reading makes the host wait
+    loss_sum = float(ranks.total(total))
+    return {"loss": loss_sum / D, "grad_norm": clipped_step(root, optimiser, max_norm, loss_sum, "the")}
+
+
+@torch.no_grad()
+def dev_loss(root: PolicyRoot, examples: Sequence[Example], budget: int) -> dict[str, float]:
+    logp = policy_scores(root, mini_batch([e.episode for e in examples], budget), 1.0)
+    return {"dev_loss": -float(logp.mean()), "dev_perplexity": math.exp(min(20.0, -float(logp.mean())))}
+
+
+# ---- what to imitate --------------------------------------------------------------------------------------------
+
+
+def load_examples(
+    stores: Sequence[str], keep: Sequence[str], decode: Callable[[Ids], str], budget: int, limit: int | None = None
+) -> list[Example]:
+    """The paper's filter: `correct` keeps full marks, `valid` those whose every response closes its tags."""
+    if unknown := set(keep) - {"correct", "valid"}:
+        raise ValueError(f"sft.keep: {', '.join(sorted(unknown))}: choose from correct, valid")
+    examples: list[Example] = []
+    too_long: list[str] = []
+    for episode in _first(stores, limit):
+        k, calls = questions_in(episode, decode), [c for c in episode.calls if c.trainable]
+        if not calls or ("correct" in keep and episode.reward < k):
+            continue
+        if "valid" in keep and not all(well_formed(decode(c.completion)) for c in episode.calls):
+            continue
+        if (longest := max(map(path_length, calls))) > budget:
+            too_long.append(f"episode {episode.id!r}: a call needs {longest} rows and the budget is {budget}")
+            continue
+        examples.append(Example(episode, k, sum(map(path_length, calls))))
+    warn_left_out(too_long)
+    if stores and not examples:
+        raise ValueError(f"{', '.join(stores)}: no episode is left (sft.keep {','.join(keep)}, budget {budget})")
+    return examples
+
+
+def _first(stores: Iterable[str], limit: int | None) -> Iterable[Episode]:
+    for store in stores:
+        yield from islice(read_episodes(store), limit)
+
+
+def questions_in(episode: Episode, decode: Callable[[Ids], str]) -> int:
+    """k, from the answer that ended it: its parts; 1 where it never answered."""
+    return len(answers_of(decode(episode.calls[-1].completion)) or (0,))
+
+
+def well_formed(response: str) -> bool:
+    tags = [response.count(t) for t in ("<think>", "</think>")]
+    closed = [response.count(f"<{t}>") == response.count(f"</{t}>") for t in ("search", "answer")]
+    acts = response.count("</search>") + response.count("</answer>")
+    return tags == [1, 1] and all(closed) and acts == 1
+
+
+def plan(examples: Sequence[Example], s: SftConfig, steps: int, seed: int) -> list[list[Example]]:
+    """The batches of a run, a function of the seed alone: rounds over the short tasks, then over all."""
+    rng = np.random.default_rng(seed)
+    short = [e for e in examples if e.k <= s.short_k] or examples
+    first = round(s.short * steps)
+    return [*islice(_rounds(short, s.batch, rng), first), *islice(_rounds(examples, s.batch, rng), steps - first)]
+
+
+def _rounds(pool: Sequence[Example], tokens: int, rng: np.random.Generator) -> Iterator[list[Example]]:
+    """Batches of at most so many tokens without end; each round has every example once, in an order of its own."""
+    batch: list[Example] = []
+    while True:
+        for i in rng.permutation(len(pool)):
+            if batch and sum(e.tokens for e in batch) + pool[i].tokens > tokens:
+                yield batch
+                batch = []
+            batch.append(pool[i])

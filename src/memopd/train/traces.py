@@ -1,0 +1,117 @@
+"""What an update used for every sampled token of a few episodes: kept as it was used, so that nobody computes it again.
+
+RUN/traces/step-000012.parquet, one row for each trainable call of the step's first episodes. The calls themselves are
+in RUN/episodes/, under the same name. About 20 bytes a sampled token, before compression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from memopd.files import whole
+from memopd.train import ranks
+from memopd.train.batch import MiniBatch
+from memopd.train.scoring import Guide
+from memopd.train.terms import Terms
+from memopd.types import Episode
+
+EPISODES = 4  # a step
+
+_FLOATS, _BOOLS = pa.list_(pa.float32()), pa.list_(pa.bool_())
+SCHEMA = pa.schema(
+    [
+        pa.field("episode", pa.string(), False),
+        pa.field("call", pa.int64(), False),
+        pa.field("logp_old", _FLOATS, False),
+        pa.field("advantage", _FLOATS, False),
+        pa.field("value", _FLOATS),
+        pa.field("divergence", _FLOATS),
+        pa.field("taught", _BOOLS),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """The sampled tokens of one call. Arrays are [|a_t|]."""
+
+    episode: str
+    call: int  # among all calls of the episode
+    logp_old: NDArray[np.float32]
+    advantage: NDArray[np.float32]
+    value: NDArray[np.float32] | None  # V_φ; None: no critic
+    divergence: NDArray[np.float32] | None  # KL(π_θ ‖ π_T) at the first epoch; None: no teacher
+    taught: NDArray[np.bool_] | None  # m^T
+
+
+def make_traces(
+    episodes: Sequence[Episode],
+    batches: Sequence[MiniBatch],
+    terms: Sequence[Terms],
+    guides: Sequence[Guide | None],
+    critic: bool,
+) -> list[Trace]:
+    """Of the first of the episodes that were trained on. A collective: each rank knows its own packs' divergences."""
+    wanted, found = {e.id for e in episodes[:EPISODES]}, {}
+    for batch, known, guide in zip(batches, terms, guides, strict=True):
+        taught = guide is not None and bool(guide.mask.any())
+        divergence = None
+        if guide is not None and guide.divergence is not None and taught:
+            divergence = ranks.total(guide.divergence.clone()).cpu()
+        for at, episode, t in _calls(batch):
+            if episode.id not in wanted:
+                continue
+            found[episode.id, t] = Trace(
+                episode.id,
+                t,
+                _numbers(known.logp_old[at]),
+                _numbers(known.advantage[at]),
+                _numbers(known.value_old[at]) if critic else None,
+                None if divergence is None else _numbers(divergence[at]),
+                guide.mask[at].numpy() if guide is not None and taught else None,
+            )
+    return [found[e.id, t] for e in episodes[:EPISODES] for t, call in enumerate(e.calls) if call.trainable]
+
+
+def _calls(batch: MiniBatch) -> Iterator[tuple[slice, Episode, int]]:
+    """Where the decisions of every trainable call are, its episode, its number there."""
+    at = 0
+    for episode in batch.episodes:
+        for t, call in enumerate(episode.calls):
+            if call.trainable:
+                yield slice(at, at + len(call.completion)), episode, t
+                at += len(call.completion)
+
+
+def _numbers(values: torch.Tensor) -> NDArray[np.float32]:
+    return values.float().numpy()
+
+
+def write_traces(path: Path, traces: Sequence[Trace]) -> None:
+    columns = {f.name: [getattr(t, f.name) for t in traces] for f in fields(Trace)}
+    with whole(path) as file:
+        pq.write_table(pa.table(columns, SCHEMA), file, compression="zstd", write_page_checksum=True)
+
+
+def read_traces(path: Path) -> dict[tuple[str, int], Trace]:
+    """By episode and call."""
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path, schema=SCHEMA, page_checksum_verification=True).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as traces: {error}") from None
+    return {(row["episode"], row["call"]): Trace(**{name: _array(name, row[name]) for name in row}) for row in rows}
+
+
+def _array(name: str, value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return np.asarray(value, np.bool_ if name == "taught" else np.float32)

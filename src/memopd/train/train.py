@@ -1,0 +1,64 @@
+"""The training loop: sample, compile, score, advantages, update. One line per stage of the data flow."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from memopd.agent.rollout import codec_of
+from memopd.config import RunConfig
+from memopd.train import checkpoint, ranks
+from memopd.train.batch import compile_batches, usable
+from memopd.train.check import check_equivalence
+from memopd.train.diagnostics import describe, dev_quality, quality, say, warn_left_out
+from memopd.train.learner import build, export_model
+from memopd.train.log import open_run
+from memopd.train.models import load_tokenizer
+from memopd.train.scoring import score_batches
+from memopd.train.source import Sampler, open_source
+from memopd.train.terms import make_terms
+from memopd.train.traces import make_traces
+from memopd.train.update import update
+
+
+def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, float]:
+    """Train to the end of `config` and return the last metrics. Everything is under `output`."""
+    with ranks.joined() as device:
+        run = open_run(output, config, resume)
+        learner = build(config, device)
+        checkpoint.restore(run.checkpoint, learner.tensors())
+        tokenizer = load_tokenizer(config.model.student)
+        decode, every, steps = codec_of(tokenizer).decode, config.run, config.optimise.steps
+        metrics: dict[str, float] = {}
+
+        with closing(open_source(config, learner.student, tokenizer, output)) as source:
+            for step in range(run.first, steps):
+                with run.stage("sample"):
+                    episodes = source.episodes(step)
+                with run.stage("compile"):
+                    kept, left_out = usable(episodes, config.optimise.budget, config.sampling.temperature)
+                    batches = compile_batches(kept, config.optimise, every.seed, step)
+                if step == 0 or (every.check_every and step % every.check_every == 0):
+                    with run.stage("check"):
+                        check_equivalence(learner, batches[0], output, step)
+                with run.stage("score"):
+                    scored, guides = score_batches(learner, batches, decode)
+                with run.stage("advantages"):
+                    terms, metrics = make_terms(batches, scored, config.optimise)
+                with run.stage("update"):
+                    metrics |= update(learner, batches, terms, guides, step)
+
+                metrics |= describe(episodes, batches, scored) | quality(source, episodes, decode)
+                metrics["tokens_per_second"] = sum(b.tokens for b in batches) / sum(run.seconds.values())
+                if isinstance(source, Sampler) and every.dev_every and (step + 1) % every.dev_every == 0:
+                    with run.stage("dev"):
+                        metrics |= dev_quality(source, step + 1, decode)
+                warn_left_out(left_out)
+                say(step, steps, metrics)
+                run.episodes(step, episodes)
+                run.traces(step, make_traces(kept, batches, terms, guides, learner.critic is not None))
+                run.metrics(step, metrics)
+                if (step + 1) % every.save_every == 0 or step + 1 == steps:
+                    checkpoint.save(output, step + 1, learner.tensors(), every.keep)
+        export_model(output, learner.student, tokenizer)
+    return metrics

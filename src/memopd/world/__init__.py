@@ -1,0 +1,1 @@
+"""The embedded default: an invented encyclopedia, its questions and tokenizer, an oracle and its demonstrations."""

@@ -1,0 +1,149 @@
+"""What the gateway's tests stand on: a small tokenizer, an engine that says what it is told, a server in a thread.
+
+Run as a program it is a server of its own, to be killed:  gateway_parts.py STORE PORT
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import uvicorn
+
+from memopd.engine.protocol import Completion, Request, Ticket
+from memopd.gateway.server import create_app
+from memopd.types import StopReason
+from memopd.world.tokenizer import train_tokenizer
+
+MODEL = "tiny"
+Say = Callable[[Request], "str | Sequence[int]"]
+
+
+@cache
+def tokenizer() -> Any:
+    words = "the river flows past the old town and the people of the town search for the answer in the memory of it"
+    return train_tokenizer([f"{words} {n} <search>{w}</search>" for n, w in enumerate(words.split())], 320)
+
+
+def encode(text: str) -> list[int]:
+    return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def letters(text: str) -> list[int]:
+    """The text byte by byte: sampled ids that encoding the text again does not give."""
+    return [id for letter in text for id in encode(letter)]
+
+
+class Scripted:
+    """Says what `say` tells it to, an id every `pace` seconds, each request in a thread of its own."""
+
+    def __init__(self, say: Say, pace: float = 0.0) -> None:
+        self.tokenizer = tokenizer()
+        self.version = 3
+        self.requests: list[Request] = []
+        self.cancelled = 0
+        self.go = threading.Event()  # cleared: nobody who is held says anything
+        self.go.set()
+        self.held: Callable[[Request], bool] = lambda request: True
+        self._say, self._pace = say, pace
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [self.submit(request).completion.result() for request in requests]
+
+    def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
+        self.requests.append(request)
+        said = self._say(request)
+        ids = [*encode(said), self.tokenizer.eos_token_id] if isinstance(said, str) else list(said)
+        future: Future[Completion] = Future()
+        stopped = threading.Event()
+
+        def cancel() -> None:
+            self.cancelled += not stopped.is_set()
+            stopped.set()
+
+        def run() -> None:
+            try:
+                future.set_result(self._run(request, ids, heard or (lambda id: None), stopped))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return Ticket(future, cancel)
+
+    def _run(self, request: Request, ids: list[int], heard: Callable[[int], None], stopped: Any) -> Completion:
+        sampled: list[int] = []
+        reason = StopReason.STOP
+        for id in ids:
+            while self.held(request) and not (self.go.wait(0.005) or stopped.is_set()):
+                pass
+            if stopped.wait(self._pace) if self._pace else stopped.is_set():
+                reason = StopReason.ABORTED
+                break
+            if id < 0:
+                raise RuntimeError("the engine broke")
+            sampled.append(id)
+            heard(id)
+            if any(stop in self.tokenizer.decode(sampled) for stop in request.stop):
+                break
+            if len(sampled) == request.sampling.max_tokens:
+                reason = StopReason.LENGTH
+                break
+        logprobs = -np.arange(1, len(sampled) + 1) / 8
+        return Completion(np.asarray(sampled, np.int32), logprobs, reason, self.version)
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def serving(engine: Any, store: Path, **settings: Any) -> Iterator[str]:
+    """The address of a gateway in this process."""
+    app = create_app(engine, store, model=MODEL, **{"settle": 0.05} | settings)
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=2, log_config=None)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            until(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.005)
+
+
+def client(url: str, episode: str, token: str = "none", **settings: Any) -> openai.OpenAI:
+    base = f"{url}/episodes/{episode}/v1"
+    return openai.OpenAI(base_url=base, api_key=token, **{"max_retries": 0, "timeout": 30} | settings)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+if __name__ == "__main__":
+    # Each answer says which prompt it answers, so that a client can tell what was recorded from what it heard.
+    app = create_app(
+        Scripted(lambda request: f"the answer to {request.prompt.sum()} in {len(request.prompt)}", pace=0.001),
+        Path(sys.argv[1]),
+        model=MODEL,
+        settle=0.1,
+    )
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error", access_log=False)

@@ -1,0 +1,46 @@
+"""Text as it comes is the text as a whole, whatever is sampled: half characters, special tokens, stop strings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gateway_parts import encode, letters, tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memopd.gateway.text import Unfolding, visible
+
+any_id = st.integers(0, len(tokenizer()) - 1)
+words = st.sampled_from(["the old town", "</search>", "東京", "🙂", " a", "é", "<|im_end|>"])
+pieces = st.one_of(any_id.map(lambda id: [id]), words.map(encode), words.map(letters))
+stops = st.lists(st.sampled_from(["</search>", "town", "e", "東", "\ufffd", "< /", " a a"]), max_size=3, unique=True)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(pieces, max_size=12), stops, st.booleans(), st.lists(st.integers(1, 5), min_size=1, max_size=9))
+def test_pieces_add_up_to_the_whole(parts, stop, keep, steps):
+    ids = [id for part in parts for id in part]
+    unfolding = Unfolding(tokenizer(), stop, keep)
+    shown, at, turn = "", 0, 0
+    while at < len(ids):
+        step = steps[turn % len(steps)]
+        shown += unfolding.feed(ids[at : at + step])
+        at, turn = at + step, turn + 1
+    whole = visible(tokenizer(), np.asarray(ids, np.int32), stop, keep)
+    assert whole.startswith(shown)
+    assert shown + unfolding.end(whole) == whole
+
+
+def test_nothing_waits_that_is_certain():
+    unfolding = Unfolding(tokenizer(), ["</search>"])
+    assert unfolding.feed(encode("the old town")) == "the old town"
+    assert unfolding.feed(letters("</sea")) == ""
+    assert unfolding.feed(letters("l")) == "</seal"
+    assert unfolding.feed(letters(" </search>")) == " "
+    assert unfolding.feed(encode("more")) == ""
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, "a "), (True, "a town")])
+def test_the_stop_string_that_is_complete_first_counts(keep, text):
+    ids = np.asarray(encode("a town, the river"), np.int32)
+    assert visible(tokenizer(), ids, ["a town, the", "river", "town"], keep) == text

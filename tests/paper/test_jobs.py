@@ -1,0 +1,90 @@
+"""Processes: skipped when finished, tried twice, named when they fail, ended with whoever started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paper import jobs
+from paper.jobs import Job, run_jobs
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(jobs, "POLL", 0.01)
+
+
+def shell(name: str, folder: Path, script: str) -> Job:
+    """Finished when the file NAME is there."""
+    done = folder / name
+    return Job(name, lambda: ["sh", "-c", script.format(done=done)], done.exists, folder / f"{name}.log")
+
+
+def test_finished_jobs_are_not_run_again(tmp_path):
+    (tmp_path / "a").touch()
+    failed = run_jobs([shell("a", tmp_path, "exit 1"), shell("b", tmp_path, "touch {done}")], concurrent=1)
+    assert failed == {}
+    assert not (tmp_path / "a.log").exists()
+    assert (tmp_path / "b").exists()
+
+
+def test_a_failure_is_tried_once_more_and_then_named_while_others_go_on(tmp_path):
+    second = "if [ -e {done}.tried ]; then touch {done}; else touch {done}.tried; exit 1; fi"
+    bad = "echo try >> {done}.tries; echo the disk is full; exit 3"
+    work = [shell("bad", tmp_path, bad), shell("late", tmp_path, second), shell("good", tmp_path, "touch {done}")]
+    failed = run_jobs(work, concurrent=2)
+    assert failed == {"bad": "the disk is full"}
+    assert (tmp_path / "bad.tries").read_text().count("try") == 2
+    assert (tmp_path / "late").exists()
+    assert (tmp_path / "good").exists()
+
+
+def test_ending_well_without_results_is_a_failure(tmp_path):
+    assert "without its results" in run_jobs([shell("a", tmp_path, "echo ok")], concurrent=1)["a"]
+
+
+def test_as_many_at_once_as_asked_and_no_more(tmp_path):
+    """The first waits for the second: alone it would wait for ever."""
+    marks = tmp_path / "marks"
+    script = f"echo + >> {marks}; until [ $(grep -c + {marks}) -ge 2 ]; do sleep 0.01; done; echo - >> {marks}; "
+    run_jobs([shell(str(i), tmp_path, script + "touch {done}") for i in range(4)], concurrent=2)
+    running = most = 0
+    for mark in marks.read_text().split():
+        running += 1 if mark == "+" else -1
+        most = max(most, running)
+    assert most == 2
+
+
+PARENT = """
+from pathlib import Path
+from paper.jobs import Job, run_jobs
+run_jobs([Job("a", lambda: ["sh", "-c", "echo $$ > {pid}; exec sleep 60"], lambda: False, Path("{pid}.log"))], 1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is told of its parent's end on Linux alone")
+def test_children_end_with_a_killed_parent(tmp_path):
+    pid = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(pid=pid)])
+    child = 0
+    while not child:
+        time.sleep(0.02)
+        child = int(pid.read_text().strip() or 0) if pid.exists() else 0
+    os.kill(child, 0)  # it lives
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(child)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False

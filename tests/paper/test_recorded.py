@@ -1,0 +1,119 @@
+"""state, rules, corruption and domain through the command line: a random model, the oracle's real trajectories."""
+
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+from small import folder
+from transformers import AutoTokenizer
+
+from memopd import cli
+from memopd.agent.environment import SearchEnvironment
+from memopd.agent.memory import memory_rule
+from memopd.agent.rollout import codec_of, repeat, rollout
+from memopd.retrieval import open_index
+from memopd.tasks.files import read_tasks
+from memopd.types import Sampling
+from memopd.world.oracle import Oracle
+from paper.trajectories import Subject
+
+CONFIG = """
+title = "Small"
+model = "{folder}/model"
+teacher = "{folder}/model"
+tasks = ["{folder}/world/tasks/test-q2.parquet"]
+index = "{folder}/world/index"
+trajectories = 3
+max_tokens = 16
+max_context = 900
+{extra}
+"""
+
+
+def oracle(self, rule, tasks):
+    """Who can do the task makes several calls; a random model gives up at once."""
+    tokenizer = AutoTokenizer.from_pretrained(folder() / "world" / "tokenizer")
+    memory = memory_rule(rule, codec_of(tokenizer))
+    pairs = list(repeat(read_tasks(tasks)[: self.settings.trajectories]))
+    environment = SearchEnvironment(open_index(self.settings.index), query=memory.query)
+    yield from rollout(
+        Oracle(pairs, tokenizer, 0), environment, memory, tokenizer, pairs, Sampling(max_tokens=256), 0, rule=rule
+    )
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def experiment(name, extra="", scripted=True, options=()):
+        if scripted:
+            monkeypatch.setattr(Subject, "_sample", oracle)
+        (tmp_path / "config.toml").write_text(CONFIG.format(folder=folder(), extra=extra))
+        folders = ["--config", tmp_path / "config.toml", "--work", tmp_path / "work", "--output", tmp_path / "out"]
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            monkeypatch.setattr(sys, "argv", ["memopd", "experiment", name, *map(str, folders), *options])
+            with pytest.raises(SystemExit) as left:
+                cli.main()
+        assert not left.value.code, said.getvalue()
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
+        text = (tmp_path / "out" / f"{name}.md").read_text()
+        return json.loads((tmp_path / "out" / f"{name}.json").read_text()), text
+
+    return experiment
+
+
+def test_state(run, tmp_path):
+    found, text = run("state")
+    rows = {r["representation"]: r for r in found["representations"]}
+    assert rows["persistent history"]["p99_logprob"] > 1e-2
+    assert rows["reconstructed packing"]["p99_logprob"] < 1e-4
+    before, after = found["teacher"]
+    assert before["mean_kl"] < 1e-9 < 1e-6 < after["mean_kl"]
+    assert found["trajectories"] == 3
+    assert found["calls"] > 6
+    assert "| persistent history |" in text
+    run("domain")  # the same trajectories serve
+    assert len(list((tmp_path / "work" / "trajectories").iterdir())) == 1
+
+
+def test_corruption(run):
+    found, _ = run("corruption")
+    exact, *wrong = found["rows"]
+    assert [r["representation"] for r in wrong] == ["visibility only", "positions only", "both"]
+    assert all(r["p99_logprob"] > 100 * exact["p99_logprob"] for r in wrong)
+
+
+def test_domain(run):
+    found, text = run("domain")
+    again, reworded = run("domain", "differs = 'Another world.'", options=["--collect"])  # the words alone
+    assert again == found | {"differs": "Another world."}
+    assert reworded == f"{text}\n## Why ours differ\n\nAnother world.\n"
+    assert run("domain", options=["--collect"])[1] == text
+    assert found["sampled"] == found["sampled_tokens"]
+    assert found["response_spurious"] > found["trajectory_spurious"] > 0
+    assert f"{found['response_spurious']:,}" in text
+
+
+def test_rules(run):
+    found, _ = run("rules", 'rules = ["mem1", "summary", "full_response"]')
+    assert list(found["rules"]) == ["mem1", "summary", "full_response"]
+    assert all(r["passed"] and r["top1_agreement"] == 1 for r in found["rules"].values())
+
+
+def test_the_models_own_trajectories(run, tmp_path):
+    """Sampled for real, and not a second time."""
+    run("domain", scripted=False)
+    store = next((tmp_path / "work" / "trajectories").iterdir())
+    when = (store / "episodes.parquet").stat().st_mtime_ns
+    run("domain", scripted=False)
+    assert (store / "episodes.parquet").stat().st_mtime_ns == when
+    run("domain", "seed = 1", scripted=False)  # other settings, other trajectories
+    assert len(list((tmp_path / "work" / "trajectories").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_packing(run):
+    found, text = run("packing", 'shapes = ["q2"]\nmultiples = [1]\nrepeats = 1')
+    assert [r["shape"] for r in found["results"]] == ["recorded test-q2", "q2"]
+    assert "| q2 × 1 | 16 | 1,275 |" in text

@@ -1,0 +1,161 @@
+"""The shared runs: what is there is skipped, what was made otherwise is not taken for it, a killed command goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small import folder
+
+from memopd.evaluate import Measures
+from memopd.evaluate.summary import by_task
+from paper.evaluation import evaluate, is_made, read_plan
+from paper.jobs import run_jobs
+from paper.settings import Suite, load
+from paper.suite import Work, sole
+
+
+@pytest.fixture
+def work(tmp_path):
+    wanted = (("student-mem1", 1), ("student-truncate", 1), ("ppo", 2), ("memopd", 2))
+    return Work(load(Suite, folder() / "suite.toml"), tmp_path / "work", wanted)
+
+
+def test_arms_differ_in_the_teachers_states_alone(work):
+    ppo, memopd = (work.config_of(arm, 1) for arm in ("ppo", "memopd"))
+    assert (ppo.teacher.state, memopd.teacher.state) == ("none", "aligned")
+    assert replace(ppo, teacher=memopd.teacher) == memopd
+    assert ppo.run.seed == 1
+    assert replace(work, overrides=(("optimise.lr", "0.5"),)).config_of("ppo", 1).optimise.lr == 0.5
+
+
+def test_training_resumes_what_is_there_and_skips_what_is_finished(work):
+    job = next(job for job in work.training_jobs() if job.name == "train memopd-1")
+    assert not job.finished()
+    assert "--resume" not in job.command()
+    run = work.run_of("memopd", 1)
+    (run / "model").mkdir(parents=True)
+    (run / "config.json").write_text(work.config_of("memopd", 1).as_json())
+    assert not job.finished()
+    assert "--resume" in job.command()
+    (run / "model" / "config.json").touch()
+    assert job.finished()
+    (run / "config.json").write_text(work.config_of("memopd", 0).as_json())
+    with pytest.raises(ValueError, match="other settings"):
+        job.finished()
+
+
+def test_evaluation_makes_what_is_missing_and_nothing_twice(work, capsys):
+    name, plan = next(work.plans())
+    assert name == "student-0"
+    assert [(p.system, p.k, p.memory) for p in plan.parts] == [
+        ("student-mem1", 1, "mem1"),
+        ("student-truncate", 1, "truncate"),
+    ]
+    evaluate(plan)
+    assert all(is_made(plan, part) for part in plan.parts)
+    files = [Path(part.output) for part in plan.parts]
+    before = [f.stat().st_mtime_ns for f in files]
+    assert len(json.loads(files[0].read_text())["measures"]) == 3
+    files[1].unlink()
+    evaluate(plan)
+    assert files[0].stat().st_mtime_ns == before[0]
+    assert capsys.readouterr().out.count("student-truncate") == 2
+    warmer = replace(plan, settings=replace(plan.settings, temperature=0.5))
+    assert not is_made(warmer, warmer.parts[0])  # made with other settings
+    found = json.loads(files[0].read_text())
+    files[0].write_text(json.dumps(found | {"weights": "of another model"}))
+    assert not is_made(plan, plan.parts[0])
+    assert is_made(replace(plan, model="gone"), plan.parts[0])  # results outlive the model
+
+
+def test_several_episodes_of_a_task(work):
+    plan = next(work.plans())[1]
+    part = plan.parts[0]
+    twice = replace(plan, parts=(part,), settings=replace(plan.settings, samples=2))
+    evaluate(twice)
+    measures = [Measures(**m) for m in json.loads(Path(part.output).read_text())["measures"]]
+    assert len(measures) == 6
+    assert len(by_task(measures, "em")) == 3  # their mean counts
+    assert not is_made(plan, part)  # asked for once, made twice
+
+
+def test_a_model_that_is_sampled_with_every_seed_has_a_process_for_each(work):
+    often = replace(work, suite=replace(work.suite, repeated=("student-mem1",)))
+    plans = dict(often.plans())
+    fixed = {name: [p.system for p in plan.parts] for name, plan in plans.items() if name.startswith("student")}
+    first, *others = often.suite.seeds
+    assert fixed[f"student-{first}"] == ["student-mem1", "student-truncate"]
+    assert others
+    assert all(fixed[f"student-{seed}"] == ["student-mem1"] for seed in others)
+
+
+def test_a_plan_is_read_as_it_was_written(work, tmp_path):
+    plan = next(work.plans())[1]
+    (tmp_path / "plan.json").write_text(plan.as_json())
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+def test_untrained_arms_wait(work):
+    assert [job.name for job in work.evaluation_jobs()] == ["evaluate student-0 on test"]
+
+
+def test_two_commands_do_not_share_a_folder(tmp_path):
+    with sole(tmp_path), pytest.raises(ValueError, match="another command"), sole(tmp_path):
+        pass
+    with sole(tmp_path):
+        pass
+
+
+MAIN = """
+title = "Small"
+suite = "{folder}/suite.toml"
+horizons = [1, 2]
+systems = ["student-mem1", "ppo", "memopd"]
+compare = [["memopd", "ppo"]]
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_command_goes_on(tmp_path):
+    (tmp_path / "main.toml").write_text(MAIN.format(folder=folder()))
+    work, results = tmp_path / "work", tmp_path / "results"
+    line = [sys.executable, "-m", "paper", "main", "--config", tmp_path / "main.toml"]
+    line = [str(x) for x in (*line, "--work", work, "--output", results, "--seeds", 0)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for until in (  # a run under way; a run finished; a result there
+        lambda: any(work.glob("q2/*/metrics.jsonl")),
+        lambda: any(work.glob("q2/*/model/config.json")),
+        lambda: any(work.glob("evaluations/test/*.json")),
+    ):
+        process = subprocess.Popen(line, env=environment)
+        while not until():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    kept = {f: f.stat().st_mtime_ns for f in work.glob("evaluations/test/*.json")}
+    subprocess.run(line, env=environment, check=True)
+    assert kept
+    assert all(f.stat().st_mtime_ns == when for f, when in kept.items())
+    made = json.loads((results / "main.json").read_text())
+    assert made["missing"] == []
+    assert {(r["system"], r["k"]) for r in made["results"]} == {
+        (s, k) for s in ("SFT", "PPO", "MemOPD") for k in (1, 2)
+    }
+    for arm in ("ppo", "memopd"):
+        lines = (work / f"q2/{arm}-0/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(text)["step"] for text in lines] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_train_is_named(tmp_path):
+    broken = Work(load(Suite, folder() / "suite.toml"), tmp_path, (("ppo", 2),), overrides=(("model.student", "/no"),))
+    failed = run_jobs(list(broken.training_jobs()), 2)
+    assert set(failed) == {"train ppo-0", "train ppo-1"}
+    assert all("there is no model here" in why for why in failed.values())

@@ -1,0 +1,173 @@
+"""Settings that must not matter: classes of runs that give one trajectory, through the command line.
+
+Three updates on the same recorded episodes, in float32. The gradient of every optimiser step is kept as the optimiser
+gets it (unclipped: a clip would hide a wrong scale), and compared with the weights at the end.
+
+How far may two runs of one class be apart? Twice as far as independent calls are from themselves in another order:
+twice what rounding does when nothing else changes. With the `dense` kernel every class keeps to that. There, another
+order also moves a call to other columns of the mask, and 54 % of the log-probabilities change in their last digits, by
+up to 5e-6. With `cascade` another order leaves every log-probability as it was, to the bit, and changes the order of
+sums alone; packing cuts the attention into products of other shapes, and 80 % of the log-probabilities change, by up to
+3e-6. So with `cascade` the other classes keep to the same bound, and packed = independent is held to what RCE itself is
+held to: no further from float64 than twice what independent calls are.
+"""
+
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import gradients
+import pytest
+import torch
+from command import on_ranks
+from tiny import STEPS, workshop
+
+from memopd.train.checkpoint import read_whole
+from memopd.train.log import read_metrics
+
+UNSHARED = ("--optimise.share", "false")
+ARMS = {
+    "independent": UNSHARED,
+    "reversed": (*UNSHARED, "--replay", "{folder}/reversed"),
+    "shuffled": (*UNSHARED, "--replay", "{folder}/shuffled"),
+    "float64": (*UNSHARED, "--model.dtype", "float64"),
+    "packed": (),
+    "budget 16k": ("--optimise.budget", "16384"),
+    "accumulated 1 x 8": ("--optimise.micro_batch", "1"),
+    "two ranks": (),
+    "checkpointing": ("--model.checkpointing", "true"),
+    "persistent": ("--teacher-state", "persistent"),
+    "persistent, two ranks": ("--teacher-state", "persistent"),
+    "another weight": ("--teacher.weight", "0.1001"),
+}
+ORDERS = ("reversed", "shuffled")
+PACKED = ("packed", "independent")
+CLASSES = [
+    PACKED,
+    ("budget 16k", "packed"),
+    ("accumulated 1 x 8", "packed"),
+    ("two ranks", "packed"),
+    ("checkpointing", "packed"),
+    ("persistent, two ranks", "persistent"),
+]
+KERNELS = ["dense", pytest.param("cascade", marks=pytest.mark.slow)]
+
+
+def steps_of(change: str) -> int:
+    """What is wrong on purpose must show in the first update already."""
+    return 1 if change else STEPS
+
+
+@cache
+def run_of(arm: str, kernel: str, change: str) -> Path:
+    """The run directory; the gradients lie beside it."""
+    folder = workshop()
+    output = folder / "runs" / f"{arm} {kernel} {change}".strip().replace(" ", "-")
+    kept = output.with_name(f"{output.name}-gradients")
+    settings = ("--output", str(output), "--model.attention", kernel, "--optimise.max_grad_norm", "1000", *ARMS[arm])
+    settings = (*settings, "--optimise.steps", str(steps_of(change)))
+    arguments = [a.format(folder=folder) for a in ("train", "{folder}/config.toml", *settings)]
+    if arm == "two ranks" and not change:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launch, gradients.__file__, str(kept), change, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    else:
+        for ended in on_ranks(1 + ("two ranks" in arm), *arguments, before=partial(gradients.before, kept, change)):
+            assert ended.code == 0, ended.err
+    return output
+
+
+@cache
+def learnt(arm: str, kernel: str, change: str) -> dict[str, dict[str, torch.Tensor]]:
+    """The gradients of every update and the weights at the end, of actor and critic."""
+    output = run_of(arm, kernel, change)
+    steps = gradients.read(output.with_name(f"{output.name}-gradients"))
+    assert len(steps) == 2 * steps_of(change)
+    found = {f"{('actor', 'critic')[i % 2]}'s gradient of update {i // 2 + 1}": g for i, g in enumerate(steps)}
+    last = output / "checkpoints" / f"step-{steps_of(change):06d}"
+    return found | {f"{model}'s weights": read_whole(last, model) for model in ("student", "critic")}
+
+
+def apart(a: str, b: str, kernel: str, change: str = "") -> dict[str, float]:
+    """‖a − b‖ / ‖b‖ of everything."""
+    one, other = learnt(a, kernel, change), learnt(b, kernel, change)
+    assert one.keys() == other.keys()
+    return {what: distance(one[what], other[what]) for what in other}
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    norm = sum(b[n].double().square().sum() for n in b)
+    return float((sum((a[n].double() - b[n].double()).square().sum() for n in b) / norm) ** 0.5)
+
+
+def reordered(kernel: str) -> dict[str, float]:
+    """What another order of the independent calls changes."""
+    found = [apart(order, "independent", kernel) for order in ORDERS]
+    return {what: max(f[what] for f in found) for what in found[0]}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("pair", CLASSES, ids=" = ".join)
+def test_one_trajectory(pair, kernel):
+    if pair == PACKED and kernel == "cascade":
+        pytest.skip("held to float64: test_packed_in_the_kernel_that_is_used")
+    differences, floor = apart(*pair, kernel), reordered(kernel)
+    for what, difference in differences.items():
+        print(f"{kernel}: {' = '.join(pair)}, {what}: {difference:.1e}; calls reordered: {floor[what]:.1e}")
+    assert all(difference <= 2 * floor[what] for what, difference in differences.items())
+
+
+def test_packed_in_the_kernel_that_is_used():
+    own, packed = (apart(arm, "float64", "cascade") for arm in ("independent", "packed"))
+    for what in own:
+        print(f"cascade: {what}: from float64: packed {packed[what]:.1e}, independent {own[what]:.1e}")
+    assert all(packed[what] <= 2 * own[what] for what in own)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_checkpointing_computes_the_very_same(kernel):
+    assert set(apart("checkpointing", "packed", kernel).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("pair", "change"),
+    [
+        (PACKED, "a_row_sees_one_too_many"),
+        (("budget 16k", "packed"), "a_mean_over_each_pack"),
+        (("accumulated 1 x 8", "packed"), "a_mean_over_each_pack"),
+        (("two ranks", "packed"), "ranks_are_averaged"),
+        (("checkpointing", "packed"), "recomputed_otherwise"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else " = ".join(x),
+)
+def test_each_class_can_fail(pair, change):
+    differences, floor = apart(*pair, "dense", change), reordered("dense")
+    beyond = {what: difference / floor[what] for what, difference in differences.items()}
+    print(f"{' = '.join(pair)}, {change}: " + ", ".join(f"{what} {b:.0f}" for what, b in beyond.items()))
+    assert (
+        beyond["actor's gradient of update 1"] > 20
+    )  # AdamW's weights alone would not show a gradient of another size
+
+
+def test_the_bound_notices_a_change_of_a_thousandth():
+    difference, floor = apart("another weight", "packed", "dense"), reordered("dense")
+    assert difference["actor's gradient of update 1"] > 2 * floor["actor's gradient of update 1"]
+    assert difference["student's weights"] > 2 * floor["student's weights"]
+
+
+def test_the_arms_are_what_they_say():
+    """They learn something, from the same episodes, in different packs; ranks agree on the size of a gradient too."""
+    first, last = (
+        read_whole(run_of("packed", "dense", "") / "checkpoints" / f"step-00000{n}", "student") for n in (1, 3)
+    )
+    assert max(float((first[n] - last[n]).abs().max()) for n in last) > 1e-4
+    runs = ("independent", "reversed", "packed", "budget 16k", "accumulated 1 x 8", "two ranks")
+    metrics = {arm: read_metrics(run_of(arm, "dense", "")) for arm in runs}
+    for arm in runs:
+        shares = [m["rows_saved"] for m in metrics[arm]]
+        assert (max(shares) == 0) == (arm in ("independent", "reversed"))
+        for name in ("grad_norm", "critic_grad_norm", "loss_opd", "loss_value", "entropy"):
+            assert [m[name] for m in metrics[arm]] == pytest.approx([m[name] for m in metrics["packed"]], rel=1e-3)

@@ -1,0 +1,179 @@
+"""Where episodes come from: recorded ones, the policy itself, servers with its weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command import memopd
+from live import policy, world
+from tiny import recorded, workshop
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from memopd.compile import persistent_history
+from memopd.config import load_config
+from memopd.engine.local import LocalEngine
+from memopd.engine.protocol import Request
+from memopd.engine.vllm.engine import StaleWeights
+from memopd.record import write_episodes
+from memopd.train import engines
+from memopd.train.learner import build
+from memopd.train.log import read_metrics
+from memopd.train.source import Replay, Sampler, open_source
+
+CPU = torch.device("cpu")
+
+
+def test_replay_goes_round(tmp_path):
+    write_episodes(tmp_path / "store", recorded(episodes=8)[:5])
+    source = Replay(str(tmp_path / "store"), 3)
+    ids = [[e.id[-1] for e in source.episodes(step)] for step in range(3)]
+    assert ids == [["0", "1", "2"], ["3", "4", "0"], ["1", "2", "3"]]
+    assert len(Replay(str(tmp_path / "store"), 100).episodes(7)) == 5
+
+
+def test_the_same_episodes_are_left_out_in_all_three_arms(tmp_path):
+    """One with a call over the budget. Another's calls all fit and its flattened history does not: it stays, in all."""
+    episodes = list(recorded(episodes=8))
+    long = replace(episodes[2], calls=[*episodes[2].calls, *(replace(c, segments=()) for c in episodes[3].calls * 3)])
+    call = episodes[4].calls[-1]
+    over = replace(call, prompt=np.resize(call.prompt, 700), segments=())
+    over_long = replace(episodes[4], calls=[*episodes[4].calls[:-1], over])
+    write_episodes(tmp_path / "store", [*episodes[:2], long, episodes[3], over_long, *episodes[5:]])
+    assert len(persistent_history(long)) > 600
+    metrics = {}
+    for state in ("aligned", "persistent", "none"):
+        arguments = ("--teacher-state", state, "--replay", tmp_path / "store", "--optimise.budget", "600")
+        output = tmp_path / state
+        ended = memopd("train", workshop() / "config.toml", "--output", output, *arguments, "--optimise.steps", "1")
+        assert ended.code == 0, ended.err
+        assert "left out: episode 'demo-04': a call needs" in ended.err
+        (metrics[state],) = read_metrics(output)
+    assert {m["left_out"] for m in metrics.values()} == {1.0}
+    # Until the first step of the optimiser the arms differ in the teacher's opinion and in nothing else.
+    same = ("reward", "entropy", "loss_ppo", "loss_value", "explained_variance", "rows_saved", "critic_grad_norm")
+    assert all(metrics["aligned"][n] == metrics["persistent"][n] == metrics["none"][n] for n in same)
+    assert metrics["aligned"]["loss_opd"] != metrics["persistent"]["loss_opd"]
+    assert "loss_opd" not in metrics["none"]
+
+
+@pytest.fixture
+def sampler(tmp_path):
+    policy()
+    made = []
+
+    def make(**overrides: str):
+        config = load_config(world() / "train.toml", overrides)
+        learner = build(config, CPU)
+        made.append(Sampler(config, learner.student, AutoTokenizer.from_pretrained(config.model.student), tmp_path))
+        return made[-1], learner
+
+    yield make
+    for source in made:
+        source.close()
+
+
+def test_a_task_that_does_not_fit_is_named_before_the_first_step(sampler):
+    with pytest.raises(
+        ValueError, match=r"task '.*': what it asks has \d+ tokens, and tasks.max_context is 64: raise it"
+    ):
+        sampler(**{"tasks.max_context": "64"})
+
+
+def test_dev_wants_tasks(tmp_path):
+    config = load_config(world() / "train.toml", {"run.dev_every": "1", "tasks.dev": ""})
+    with pytest.raises(ValueError, match=r"tasks\.dev, or set it to 0"):
+        open_source(config, None, None, tmp_path)
+
+
+def test_tasks_of_a_step(sampler):
+    """Every task once a round, in a random order; so many samples of each; ids that never repeat."""
+    source, _ = sampler(**{"optimise.tasks": "7", "optimise.samples": "2"})
+    source.tasks = source.tasks[:5]
+    asked = [source._task(i).id for i in range(15)]
+    rounds = [asked[0:5], asked[5:10], asked[10:15]]
+    assert all(sorted(r) == sorted(t.id for t in source.tasks) for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    episodes = source.episodes(0)
+    assert [e.task_id for e in episodes] == [task for task in asked[:7] for _ in range(2)]
+    assert len({e.id for e in episodes}) == 14
+    assert {c.policy_version for e in episodes for c in e.calls} == {0}
+    assert {c.policy_version for e in source.episodes(3) for c in e.calls} == {3}
+    assert [e.task_id for e in source.dev(3)] == [t.id for t in source.dev_tasks]
+
+
+def test_the_policy_samples_as_it_is_now(sampler):
+    """An update shows in the very next episodes, and the trainer agrees with the sampler's log-probabilities."""
+    source, learner = sampler()
+    before = source.episodes(1)
+    again = source.episodes(1)
+    assert [e.calls for e in before] == [e.calls for e in again]
+    with torch.no_grad():
+        learner.student.model.model.norm.weight.mul_(0.5)
+    after = source.episodes(1)
+    assert [e.calls[0].prompt.tolist() for e in before] == [e.calls[0].prompt.tolist() for e in after]
+    assert [e.calls for e in before] != [e.calls for e in after]
+
+
+class Servers:
+    """What ServedPolicy asks of VllmEngine, with a model of its own behind it."""
+
+    deaf = False  # a server that keeps the weights it was started with
+
+    def __init__(self, urls, tokenizer, *, folder: Path) -> None:
+        self.urls, self.folder = urls, folder
+        self.model = AutoModelForCausalLM.from_pretrained(policy() / "model").eval()
+        self.engine = LocalEngine(self.model, tokenizer, slots=8, max_length=1024)
+        self.verified = 0
+
+    def update(self, weights, version):
+        named = dict(self.model.named_parameters())
+        assert weights.keys() == named.keys()
+        if not self.deaf:
+            self.engine.update(weights, version)
+
+    def verify(self, score, prompts, *, tolerance, sampling):
+        requests = [Request(p, seed=i, sampling=sampling) for i, p in enumerate(prompts)]
+        answers = self.engine.generate(requests)
+        ours = score([(r.prompt, a.tokens) for r, a in zip(requests, answers, strict=True)], sampling.temperature)
+        gap = max(np.abs(o - a.logprobs).max() for o, a in zip(ours, answers, strict=True))
+        if not gap <= tolerance:
+            raise StaleWeights("http://one", 1, gap, tolerance)
+        self.verified += 1
+
+    def generate(self, requests):
+        return self.engine.generate(requests)
+
+    def close(self):
+        self.engine.close()
+
+
+def test_servers_get_the_weights_of_every_update_and_are_verified(sampler, monkeypatch):
+    monkeypatch.setattr(engines, "VllmEngine", Servers)
+    source, learner = sampler(**{"sampling.servers": "http://one,http://two", "sampling.temperature": "1.5"})
+    servers = source.policy.engine
+    assert servers.urls == ("http://one", "http://two")
+    source.episodes(0)
+    with torch.no_grad():
+        learner.student.model.model.norm.weight.mul_(0.5)
+    source.episodes(1)
+    source.episodes(1)
+    assert servers.verified == 2
+    assert torch.equal(servers.model.model.norm.weight, learner.student.model.model.norm.weight)
+    with torch.no_grad():
+        learner.student.model.model.norm.weight.mul_(2.0)
+    servers.deaf = True
+    with pytest.raises(StaleWeights, match="stale weights"):
+        source.episodes(2)
+
+
+def test_a_sharded_policy_samples_from_a_whole_copy(tmp_path):
+    """bfloat16 on one process: the sampler's log-probabilities are those of the weights as they are now."""
+    policy()
+    ended = memopd("train", world() / "train.toml", "--output", tmp_path / "run", "--model.dtype", "bfloat16",
+                   "--optimise.steps", "3", "--run.dev_every", "0")  # fmt: skip
+    assert ended.code == 0, ended.err
+    for line in read_metrics(tmp_path / "run"):
+        assert line["first_ratio_error"] == 0
+        assert line["sampler_gap"] < 0.02

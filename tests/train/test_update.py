@@ -1,0 +1,230 @@
+"""One update: what λ, m^T and the teacher change, and what they must not."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from tiny import THINK, recorded, workshop
+
+from memopd.config import RunConfig, load_config
+from memopd.score import Target, score, teacher_target
+from memopd.train.batch import compile_batches, mini_batch
+from memopd.train.learner import Learner, build
+from memopd.train.scoring import exact_states, persistent_states, score_batches, teacher_mask
+from memopd.train.terms import make_terms
+from memopd.train.update import learning_rate, update, update_actor
+from memopd.verify.audit import persistent_states as audited_states
+
+CPU = torch.device("cpu")
+
+
+def decode(ids):
+    return "".join("</think>" if i == THINK else "x" for i in ids)
+
+
+def configured(**overrides: str) -> RunConfig:
+    return load_config(workshop() / "config.toml", overrides)
+
+
+@cache
+def one_update(config: RunConfig, empty_mask: bool = False):
+    """A learner after one training step on eight episodes, and the metrics."""
+    learner = build(config, CPU)
+    batches = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
+    scored, guides = score_batches(learner, batches, decode)
+    if empty_mask:
+        guides = [replace(g, mask=torch.zeros_like(g.mask)) for g in guides]
+    terms, summary = make_terms(batches, scored, config.optimise)
+    return learner, summary | update(learner, batches, terms, guides, step=0)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return learner.student.weights
+
+
+def same(a: Learner, b: Learner) -> bool:
+    return all(torch.equal(weights(a)[n], weights(b)[n]) for n in weights(a))
+
+
+def test_lambda_zero_is_ppo_to_the_bit():
+    ppo, metrics = one_update(configured(**{"teacher.state": "none"}))
+    for state in ("aligned", "persistent"):
+        other, others = one_update(configured(**{"teacher.weight": "0", "teacher.state": state}))
+        assert others == metrics
+        assert same(ppo, other)
+    guided, _ = one_update(configured())
+    assert not same(ppo, guided)
+
+
+def test_an_empty_teacher_mask_is_ppo_to_the_bit():
+    ppo, metrics = one_update(configured(**{"teacher.state": "none"}))
+    other, others = one_update(configured(), empty_mask=True)
+    assert same(ppo, other)
+    assert {name: others[name] for name in metrics} == metrics
+    assert others["loss_opd"] == 0.0
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing():
+    """Loss and gradient are zero to the bit: d KL / dz = p (log p − log p_T − KL), and each of the three is zero."""
+    student = {"model.teacher": str(workshop() / "student")}
+    norms = {}
+    for state in ("aligned", "persistent"):
+        learner, batch, guide = guided(configured(**student, **{"teacher.state": state}))
+        for work in batch.work:
+            theirs = (guide.head, guide.states[int(work.place[0])])
+            divergence = learner.student(work.packed, 1.0, *theirs)[2]
+            assert bool((divergence == 0).all()) == (state == "aligned")  # a flattened history is another state
+            divergence.sum().backward()
+        norms[state] = torch.nn.utils.get_total_norm([w.grad for w in weights(learner).values()])
+    assert norms["aligned"] == 0
+    assert norms["persistent"] > 0.1
+    assert one_update(configured(**student))[1]["loss_opd"] == 0.0
+
+
+def guided(config: RunConfig):
+    learner = build(config, CPU)
+    (batch,) = batches = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
+    return learner, batch, score_batches(learner, batches, decode)[1][0]
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize("share", ["false", "true"])
+def test_before_the_first_step_every_ratio_is_one(checkpointing, share):
+    """π_old is scored by the packs, kernels and chunks that π_θ runs in."""
+    _, metrics = one_update(configured(**{"model.checkpointing": checkpointing, "optimise.share": share}))
+    assert metrics["first_ratio_error"] == 0.0
+
+
+def test_the_first_ratio_error_can_be_seen():
+    config = configured()
+    learner = build(config, CPU)
+    batches = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
+    scored, guides = score_batches(learner, batches, decode)
+    terms, _ = make_terms(batches, scored, config.optimise)
+    terms[0].logp_old[5] += 0.1
+    assert update(learner, batches, terms, guides, step=0)["first_ratio_error"] == pytest.approx(1 - np.exp(-0.1))
+
+
+def test_epochs_go_over_the_same_packs_again():
+    """In the first nothing has moved; in the second the policy is compared with the one that sampled."""
+    once, first = one_update(configured())
+    twice, second = one_update(configured(**{"optimise.epochs": "2"}))
+    assert first["approx_kl"] == first["clip_fraction"] == first["first_ratio_error"] == 0.0
+    assert second["approx_kl"] > 0
+    assert second["first_ratio_error"] == 0.0
+    assert second["loss_opd"] < first["loss_opd"]  # the mean over both epochs
+    assert not same(once, twice)
+
+
+def test_the_arms_differ_in_the_teachers_states_alone():
+    """At λ → 0 aligned and persistent are one run; at λ = 0.1 they are not."""
+    tiny = {"teacher.weight": "1e-30"}
+    aligned, a = one_update(configured(**tiny))
+    persistent, b = one_update(configured(**tiny, **{"teacher.state": "persistent"}))
+    assert same(aligned, persistent)
+    of_the_teacher = {"loss_opd", "teacher_kl_think", "teacher_kl_action"}
+    assert {n: a[n] for n in a.keys() - of_the_teacher} == {n: b[n] for n in b.keys() - of_the_teacher}
+    assert all(a[n] != b[n] for n in of_the_teacher)
+    assert not same(one_update(configured())[0], one_update(configured(**{"teacher.state": "persistent"}))[0])
+
+
+def test_teacher_masks():
+    """L_OPD is the mean over m^T: over the tokens up to </think>, those after it, or all."""
+    _, over_all = one_update(configured())
+    _, think = one_update(configured(**{"teacher.mask": "think"}))
+    _, action = one_update(configured(**{"teacher.mask": "action"}))
+    assert think["loss_opd"] == pytest.approx(think["teacher_kl_think"])
+    assert action["loss_opd"] == pytest.approx(action["teacher_kl_action"])
+    batch = mini_batch(recorded(episodes=8), 2048)
+    thinking = np.concatenate([_thinks(c.completion) for c in batch.calls])
+    share = thinking.mean()
+    assert 0.05 < share < 0.95
+    assert over_all["loss_opd"] == pytest.approx(share * think["loss_opd"] + (1 - share) * action["loss_opd"])
+    assert teacher_mask(thinking, "think").tolist() == thinking.tolist()
+    assert teacher_mask(thinking, "action").tolist() == (~thinking).tolist()
+    assert teacher_mask(thinking, "all").all()
+
+
+def _thinks(completion):
+    at = np.flatnonzero(completion == THINK)
+    return np.arange(len(completion)) <= (at[0] if len(at) else len(completion))
+
+
+def test_states_of_the_teacher():
+    """Exact ones are those of `score`; persistent ones are the audit's, up to rounding (another attention kernel)."""
+    config = configured()
+    learner = build(config, CPU)
+    batch = mini_batch(recorded(episodes=4), 600)
+    assert len(batch.work) > 1
+    exact, flat = exact_states(learner.teacher, batch), persistent_states(learner.teacher, batch)
+    expected = torch.cat([audited_states(learner.teacher.model, e) for e in batch.episodes])
+    for work in batch.work:
+        place = int(work.place[0])
+        assert torch.equal(exact[place], teacher_target(learner.teacher.model, [work.packed]).states)
+        torch.testing.assert_close(flat[place], expected[work.place], rtol=1e-4, atol=1e-4)
+        assert (flat[place] - exact[place]).abs().max() > 0.1
+
+
+def test_the_loss_is_the_equation():
+    """update_actor's gradient against equation (actor) written out in one go for the whole mini-batch."""
+    config = configured(**{"optimise.budget": "700", "optimise.entropy": "0.01", "teacher.weight": "0.3"})
+    o, learner = config.optimise, build(config, CPU)
+    batches = compile_batches(recorded(episodes=8), o, 0, 0)
+    scored, guides = score_batches(learner, batches, decode)
+    terms, _ = make_terms(batches, scored, o)
+    (batch,), (known,), (guide,) = batches, terms, guides
+    known = replace(known, logp_old=known.logp_old + 0.3 * torch.randn(len(batch)))  # some ratios are clipped
+    guide = replace(guide, mask=torch.rand(len(batch)) < 0.5)
+
+    whole, place = mini_batch(batch.episodes, 100_000), torch.as_tensor(np.concatenate([w.place for w in batch.work]))
+    states = torch.empty(len(batch), learner.head.weight.shape[1])
+    states[place] = torch.cat([guide.states[int(w.place[0])] for w in batch.work])
+    scores = score(learner.student.model, [w.packed for w in whole.work], teacher=Target(guide.head, states))
+    ratio = (scores.logprob - known.logp_old).exp()
+    A, m = known.advantage, guide.mask
+    ppo = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A).mean()
+    loss = ppo - 0.01 * scores.entropy.mean() + 0.3 * (scores.divergence * m).sum() / m.sum()
+    expected = torch.autograd.grad(loss, list(weights(learner).values()))
+
+    taken = {}
+
+    class Taken(torch.optim.SGD):
+        def step(self, closure=None):
+            taken.update({n: w.grad.clone() for n, w in weights(learner).items()})
+
+    o = replace(o, max_grad_norm=1e9)
+    measured = update_actor(
+        learner.student, Taken(learner.student.parameters()), batch, known, o, 1.0, guide, config.teacher.weight
+    )
+    assert measured["loss_ppo"] == pytest.approx(ppo.item(), rel=1e-4)
+    assert 0 < measured["clip_fraction"] < 1
+    for (name, got), want in zip(taken.items(), expected, strict=True):
+        assert (got - want).norm() <= 1e-4 * want.norm() + 1e-8, name
+
+
+def test_group_advantages_leave_penalties_out_of_the_comparison():
+    """All episodes of a group earn the same: nothing is learnt but the penalty, at its own small size."""
+    episodes = [replace(e, reward=1.0, calls=[replace(c, reward=0.0) for c in e.calls]) for e in recorded(episodes=8)]
+    config = configured(**{"optimise.advantages": "group", "optimise.samples": "4", "optimise.reference": "0.01"})
+    learner = build(config, CPU)
+    batches = compile_batches(episodes, config.optimise, 0, 0)
+    scored, _ = score_batches(learner, batches, decode)
+    scored = [replace(s, logp_ref=s.logp_ref - 0.5) for s in scored]
+    terms, summary = make_terms(batches, scored, config.optimise)
+    assert terms[0].advantage.tolist() == pytest.approx([-0.005] * len(batches[0]))
+    assert "explained_variance" not in summary
+    varied = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
+    terms, _ = make_terms(varied, scored, config.optimise)
+    assert terms[0].advantage.abs().max() > 0.5
+
+
+def test_schedules():
+    constant = [learning_rate(1.0, s, 10, 0.2, "constant") for s in range(10)]
+    assert constant == [0.5] + [1.0] * 9
+    assert [learning_rate(1.0, s, 10, 0.0, "constant") for s in (0, 9)] == [1.0, 1.0]
+    cosine = [learning_rate(1.0, s, 102, 0.01, "cosine") for s in range(102)]
+    assert cosine[:3] == pytest.approx([0.5, 1.0, 1.0])
+    assert cosine[52] == pytest.approx(0.55)
+    assert cosine[-1] == pytest.approx(0.1, abs=1e-3)

@@ -1,0 +1,118 @@
+"""Scripted policies through the real index."""
+
+import re
+
+import numpy as np
+import pytest
+
+from memopd.agent.environment import SearchEnvironment
+from memopd.agent.memory import RULES, memory_rule
+from memopd.agent.rollout import codec_of, repeat, rollout
+from memopd.tasks import Question, Task
+from memopd.types import Sampling
+from memopd.world.demonstrations import demonstrate
+from memopd.world.encyclopedia import tasks
+from memopd.world.oracle import Guesser, Oracle
+
+
+@pytest.mark.parametrize("k", [1, 2, 8, 16])
+def test_oracle_solves_everything_at_20_000_passages(large, k):
+    asked = tasks(large.world, k, "test")[: 400 // k]
+    episodes = list(demonstrate(asked, large.index, large.tokenizer, "mem1"))
+    assert [e.reward for e in episodes] == [float(k)] * len(asked)
+    assert [e.task_id for e in episodes] == [t.id for t in asked]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_oracle_under_every_memory_rule(small, rule):
+    asked = tasks(small.world, 2, "dev")[:20]
+    episodes = list(demonstrate(asked, small.index, small.tokenizer, rule))
+    found = np.mean([e.reward for e in episodes])
+    assert found == 2.0 or rule == "refresh"  # refresh searches for its summary too, and may miss a passage
+    assert found > 1.5
+    assert {e.memory for e in episodes} == {rule}
+
+
+def test_every_response_carries_what_the_next_one_needs(small):
+    """Under mem1 nothing older survives: every fact found so far must stand in the last response."""
+    asked = tasks(small.world, 8, "dev")[:5]
+    decode = codec_of(small.tokenizer).decode
+    for task, episode in zip(asked, demonstrate(asked, small.index, small.tokenizer, "mem1"), strict=True):
+        answers = [q.answers[0] for q in task.questions]
+        last = decode(episode.calls[-1].completion)
+        assert last.endswith(f"<answer>{'; '.join(answers)}</answer>")
+        summary = last.partition("</think>")[0]
+        assert all(a in summary for a in answers)
+
+
+def test_reasoning_varies(small):
+    asked = tasks(small.world, 2, "train")[:40]
+    decode = codec_of(small.tokenizer).decode
+    thinks = [decode(e.calls[0].completion) for e in demonstrate(asked, small.index, small.tokenizer, "mem1")]
+    assert len({re.sub(r"<search>.*", "", t) for t in thinks}) > 5
+
+
+def test_oracle_believes_only_what_it_read(small):
+    """An index that finds nothing leaves it without answers."""
+
+    class Nothing:
+        def search(self, queries, k):
+            return [[] for _ in queries]
+
+    episodes = list(demonstrate(tasks(small.world, 2, "dev")[:5], Nothing(), small.tokenizer, "mem1"))
+    assert [e.reward for e in episodes] == [0.0] * 5
+
+
+def test_a_careless_oracle_keeps_to_the_protocol_and_is_wrong_as_often_as_it_should_be(small):
+    pairs = list(repeat(tasks(small.world, 8, "train")[:40]))
+    memory = memory_rule("mem1", codec_of(small.tokenizer))
+    oracle = Oracle(pairs, small.tokenizer, misreads=0.25)
+    environment = SearchEnvironment(small.index, query=memory.query)
+    episodes = list(rollout(oracle, environment, memory, small.tokenizer, pairs, Sampling(), 0, 64, 8192, "mem1"))
+    asked = [q for _, task in pairs for q in task.questions]
+    expected = sum(0.75 ** len(q.steps) for q in asked)  # a fact for every step, each read right three times in four
+    right, spread = sum(e.reward for e in episodes), np.sqrt(len(asked) / 4)
+    assert abs(right - expected) < 3 * spread
+    decode = codec_of(small.tokenizer).decode
+    assert all(len(decode(e.calls[-1].completion).split("<answer>")[1].split("; ")) == 8 for e in episodes)
+
+
+def test_oracle_needs_steps(small):
+    task = Task("t", (Question("q", "Who?", ("Ann",)),))
+    with pytest.raises(ValueError, match="does not know how to find question 'q'"):
+        list(demonstrate([task], small.index, small.tokenizer, "mem1"))
+
+
+def test_who_never_searches_scores_nothing(large):
+    known = large.world.questions["train"]
+    for kind in ("one-hop", "bridge", "comparison"):
+        asked = [Task(q.id, (q,)) for q in large.world.questions["test"] if q.kind == kind][:500]
+        pairs = list(repeat(asked))
+        memory = memory_rule("mem1", codec_of(large.tokenizer))
+        guesser = Guesser(pairs, large.tokenizer, known[:2000])
+        episodes = rollout(
+            guesser, SearchEnvironment(large.index), memory, large.tokenizer, pairs, Sampling(), seed=0, batch=500
+        )
+        score = np.mean([e.reward for e in episodes])
+        # Chance, with three standard errors of 500 coins.
+        assert score <= 0.5 + 3 * 0.5 / 500**0.5 if kind == "comparison" else score < 0.02
+
+
+def test_oracle_is_reproducible(small):
+    asked = tasks(small.world, 2, "dev")[:10]
+    a, b, c = ([e.calls for e in demonstrate(asked, small.index, small.tokenizer, "mem1", seed)] for seed in (0, 0, 1))
+    assert a == b
+    assert a != c
+
+
+def test_oracle_is_an_engine_for_any_batch(small):
+    pairs = list(repeat(tasks(small.world, 2, "dev")[:12]))
+    memory = memory_rule("mem1", codec_of(small.tokenizer))
+    runs = []
+    for batch in (1, 5, 12):
+        done = rollout(
+            Oracle(pairs, small.tokenizer), SearchEnvironment(small.index), memory, small.tokenizer, pairs, Sampling(),
+            seed=0, batch=batch,
+        )  # fmt: skip
+        runs.append({e.id: e.calls for e in done})
+    assert runs[0] == runs[1] == runs[2]
