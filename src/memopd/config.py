@@ -17,9 +17,7 @@ from typing import Any, get_type_hints
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16", "float64"),
-    "model.attention": ("auto", "dense", "flex", "cascade"),
     "tasks.grading": ("squad", "mem1"),
-    "optimise.advantages": ("gae", "group"),
     "optimise.schedule": ("constant", "cosine"),
     "teacher.state": ("aligned", "persistent", "none"),
     "teacher.mask": ("all", "think", "action"),
@@ -41,7 +39,7 @@ class ModelConfig:
     student: str = ""  # π_θ at the start, and π_ref: a folder or a hub name
     teacher: str = ""  # π_T, frozen; empty only with teacher.state = "none"
     dtype: str = "float32"  # of the passes; master weights stay float32 under bfloat16; float64 is for checks
-    attention: str = "auto"
+    attention: str = "auto"  # or dense, flex, cascade, or package.module:Class
     checkpointing: bool = False  # recompute activations in the backward pass
 
 
@@ -50,7 +48,8 @@ class TasksConfig:
     train: str = ""  # Parquet of tasks
     dev: str = ""  # empty: no evaluation while training
     index: str = ""  # a folder, or the URL of a retrieval service
-    memory: str = "mem1"  # the context-update rule U
+    environment: str = "search"  # or package.module:Class
+    memory: str = "mem1"  # the context-update rule U, or package.module:Class
     topk: int = 3  # documents a search
     max_context: int = 4096  # tokens of a call's prompt; an episode that needs more ends
     reward: str = "em"  # or f1, or package.module:function
@@ -71,7 +70,7 @@ class OptimiseConfig:
     steps: int = 500
     tasks: int = 128  # a step
     samples: int = 1  # episodes a task
-    advantages: str = "gae"  # with a critic; or group: relative to the task's other episodes, without one
+    algorithm: str = "ppo"  # with a critic; or grpo, rloo, gspo, which need none; or package.module:Class
     gamma: float = 1.0
     gae_lambda: float = 1.0
     whiten: bool = True  # verl does, the paper is silent
@@ -81,6 +80,7 @@ class OptimiseConfig:
     budget: int = 16384  # rows a pack
     share: bool = True  # False: every call gets rows of its own, for comparison
     clip: float = 0.2
+    clip_high: float = 0.0  # the upper clip, where it is another (DAPO: 0.28); 0: as clip
     value_clip: float = 0.5
     entropy: float = 0.001  # α
     reference: float = 0.001  # β
@@ -98,6 +98,7 @@ class TeacherConfig:
     state: str = "aligned"  # MemOPD; persistent: the paper's control; none: PPO
     mask: str = "all"  # m^T: all sampled tokens, the <think> part, or the action after it
     weight: float = 0.02  # λ
+    divergence: str = "reverse_kl"  # or forward_kl, jsd:0.5 (its β), top_k:64, or package.module:function
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +196,11 @@ def check(config: RunConfig) -> None:
                     raise ValueError(f"{name}: must be above 0")
                 if name in SHARES and value > 1:
                     raise ValueError(f"{name}: is a share, at most 1, got {value}")
-    if config.optimise.advantages == "group" and config.optimise.samples < 2 and not config.sampling.replay:
-        raise ValueError('optimise.advantages = "group" compares the episodes of a task: optimise.samples must be 2 up')
+    grouped = config.optimise.algorithm in ("grpo", "rloo", "gspo")
+    if grouped and config.optimise.samples < 2 and not config.sampling.replay:
+        raise ValueError(
+            f'optimise.algorithm = "{config.optimise.algorithm}" compares the episodes of a task: optimise.samples must be 2 up'
+        )
 
 
 def _kind(part: Any, key: str, where: str) -> Any:

@@ -39,7 +39,7 @@ batch = 8
 steps = {steps}
 tasks = 2
 samples = 2
-advantages = "group"
+algorithm = "grpo"
 mini_batch = 4
 budget = 4096
 

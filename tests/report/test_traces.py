@@ -80,7 +80,7 @@ def test_the_two_states_of_the_teacher_differ():
 
 
 def test_without_critic_and_teacher_there_is_none():
-    traces = updated(**{"teacher.state": "none", "optimise.advantages": "group", "optimise.samples": "4"})[4]
+    traces = updated(**{"teacher.state": "none", "optimise.algorithm": "grpo", "optimise.samples": "4"})[4]
     assert all(t.value is None and t.divergence is None and t.taught is None for t in traces)
 
 

@@ -78,13 +78,13 @@ def test_the_test_itself():
     assert 0 < np.mean([d > 3 * e for d, e in noise]) < 0.005
 
 
-@pytest.mark.parametrize("advantages", ["group", "gae"])
-def test_ppo_alone_learns_what_is_rewarded(advantages, tmp_path):
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_ppo_alone_learns_what_is_rewarded(algorithm, tmp_path):
     """Fewer and shorter responses, in ten updates."""
     policy()
     settings = {
         "--teacher-state": "none",
-        "--optimise.advantages": advantages,
+        "--optimise.algorithm": algorithm,
         "--optimise.steps": 10,
         "--optimise.tasks": 8,
         "--optimise.samples": 4,
@@ -97,7 +97,7 @@ def test_ppo_alone_learns_what_is_rewarded(advantages, tmp_path):
     ended = memopd("train", world() / "train.toml", "--output", tmp_path / "run", *given)
     assert ended.code == 0, ended.err
     difference, error = gain(of_tasks(tmp_path / "run", range(3)), of_tasks(tmp_path / "run", range(7, 10)))
-    print(f"{advantages}: {difference:.3f} ± {error:.3f}")
+    print(f"{algorithm}: {difference:.3f} ± {error:.3f}")
     assert difference > 4 * error
     first, *_, last = read_metrics(tmp_path / "run")
     assert last["response_tokens"] < 0.8 * first["response_tokens"]

@@ -61,7 +61,7 @@ def test_whitened_over_both_mini_batches():
 
 def test_without_a_critic():
     # Earned: 2.5 and 1, mean 1.75, deviation √(2·0.75²) = 0.75·√2. Both episodes are ±1/√2; then −β·KL^ref.
-    advantage, _, summary = terms(replace(PPO, advantages="group"))
+    advantage, _, summary = terms(replace(PPO, algorithm="grpo"))
     up = 0.5**0.5
     assert advantage == [pytest.approx([up - 0.05, up, up]), pytest.approx([-up - 0.2, -up])]
     assert "explained_variance" not in summary

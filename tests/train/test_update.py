@@ -207,7 +207,7 @@ def test_the_loss_is_the_equation():
 def test_group_advantages_leave_penalties_out_of_the_comparison():
     """All episodes of a group earn the same: nothing is learnt but the penalty, at its own small size."""
     episodes = [replace(e, reward=1.0, calls=[replace(c, reward=0.0) for c in e.calls]) for e in recorded(episodes=8)]
-    config = configured(**{"optimise.advantages": "group", "optimise.samples": "4", "optimise.reference": "0.01"})
+    config = configured(**{"optimise.algorithm": "grpo", "optimise.samples": "4", "optimise.reference": "0.01"})
     learner = build(config, CPU)
     batches = compile_batches(episodes, config.optimise, 0, 0)
     scored, _ = score_batches(learner, batches, decode)

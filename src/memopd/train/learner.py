@@ -60,7 +60,7 @@ def build(config: RunConfig, device: torch.device) -> Learner:
     if guided:
         check_same_tokenizer(m.student, m.teacher)
     student, critic, critic_optimiser = load_causal_lm(m.student, master_dtype(m), config.run.seed), None, None
-    if o.advantages == "gae":
+    if o.algorithm == "ppo":
         critic = prepare(ValueRoot(critic_from(student), m.attention), m, device, trained=True)
         critic_optimiser = adamw(critic, o.critic_lr, o.weight_decay)
     root = prepare(PolicyRoot(student, m.attention), m, device, trained=True)

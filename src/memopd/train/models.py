@@ -99,7 +99,7 @@ def critic_from(student: Any) -> Any:
         critic = transformers.AutoModelForTokenClassification.from_config(config, dtype=student.dtype)
     except ValueError:
         kind = type(student).__name__
-        raise ValueError(f'{kind}: transformers has no critic of its kind: set optimise.advantages = "group"') from None
+        raise ValueError(f'{kind}: transformers has no critic of its kind: set optimise.algorithm = "grpo"') from None
     backbone(critic).load_state_dict(backbone(student).state_dict())
     nn.init.zeros_(critic.score.weight)
     if critic.score.bias is not None:

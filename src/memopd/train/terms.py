@@ -43,7 +43,7 @@ def make_terms(
     call_reward = torch.as_tensor(np.concatenate([b.call_reward for b in batches]))
     penalty = reference_penalty(old, ref)
     summary = {"reward": float(task_reward.mean()), "reference_kl": float((old - ref).mean())}
-    if o.advantages == "gae":
+    if o.algorithm == "ppo":
         reward = token_rewards(penalty, o.reference, last, task_reward, call_last, call_reward)
         advantage = gae(reward, value, last, o.gamma, o.gae_lambda)
         target = advantage + value
@@ -56,7 +56,7 @@ def make_terms(
         advantage = group_advantages(outcome, group, episode) - o.reference * penalty
         target = torch.zeros_like(advantage)  # of no critic
     summary["advantage_std"] = float(advantage.std()) if len(advantage) > 1 else 0.0
-    if o.whiten and o.advantages == "gae":
+    if o.whiten and o.algorithm == "ppo":
         advantage = whiten(advantage)
     terms = [
         Terms(s.logp_old, a, s.value, t, torch.as_tensor(s.thinking))
