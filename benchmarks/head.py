@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,11 +91,46 @@ def run_head(
     everything = "log p, entropy, KL"
     product_seconds = measure(products, repeats).seconds
     arms = [_measure("memopd", everything, ours, clear, repeats, product_seconds)]
+    if device == "cuda":
+        with all_compiled():
+            arms.append(_measure("memopd, no kernel of its own", everything, ours, clear, repeats, product_seconds))
     arms.append(_measure("naive PyTorch", everything, naive, clear, repeats))
     if (liger := _liger(states, weight, theirs, their_weight)) is not None:
         arms.append(_measure("Liger fused linear JSD", "KL only", liger, clear, repeats))
     clear()
     return HeadResult(decisions, vocabulary, width, teacher_width, CHUNK, product_seconds, tuple(arms))
+
+
+@contextmanager
+def all_compiled() -> Iterator[None]:
+    """The reductions of the forward pass by `torch.compile` too, in place of our kernel."""
+    from memopd.score import fused  # Triton exists only where there is a GPU
+
+    @torch.compile
+    def reduce(z: Tensor, z_T: Tensor | None, tokens: Tensor, temperature: float) -> Tensor:
+        x = z.float() / temperature
+        lse = x.logsumexp(-1)
+        logp = x - lse[:, None]
+        logprob, entropy = logp.gather(1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        if z_T is None:
+            return torch.stack([logprob, entropy, lse, lse, lse, lse])
+        shared = min(z.shape[1], z_T.shape[1])
+        x, x_T = x[:, :shared], z_T[:, :shared].float() / temperature
+        lse_shared, lse_T = x.logsumexp(-1), x_T.logsumexp(-1)
+        logp = x - lse_shared[:, None]
+        kl = (logp.exp() * (logp - x_T + lse_T[:, None])).sum(-1)
+        return torch.stack([logprob, entropy, kl, lse, lse_shared, lse_T])
+
+    def compiled(
+        z: Tensor, z_T: Tensor | None, tokens: Tensor, stats: Tensor, temperature: float, head: Head, teacher: Any
+    ) -> None:
+        stats.copy_(reduce(z, z_T, tokens, temperature))  # the heads here neither scale nor cap
+
+    kernel, fused.reduce_logits = fused.reduce_logits, compiled
+    try:
+        yield
+    finally:
+        fused.reduce_logits = kernel
 
 
 def _measure(

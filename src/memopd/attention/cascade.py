@@ -10,7 +10,8 @@ nodes above. Two layouts compute that; both are lists of passes over segments (`
             against that node's rows. Nothing is copied; outputs merge by their log-sum-exp in float32.
 
 Paths win nearly everywhere. Where very many short nodes hang under a long prefix, copies and half-empty tiles cost
-more than merging does, and levels win: see `choose_layout`.
+more than merging does, and levels win: see `choose_layout`. On a GPU flex or a dense mask is faster still on such
+tries, and `auto` takes one of these (`plan.choose_attention`); a CPU has nothing faster than levels there.
 """
 
 from __future__ import annotations
@@ -128,13 +129,19 @@ def choose_layout(nodes: Sequence[Node], device: str = "cuda") -> tuple[str, str
     if levels == 0:
         return "paths", "no branch"
     own = _sizes(nodes)
-    path = np.array([sum(own[a] for a in n.above) for n in nodes]) + own
     below = np.array([n.exit - n.stop for n in nodes])
     per_level = PER_LEVEL.get(device, PER_LEVEL["cpu"])
-    by_paths = PER_SCORE * (_tiles(own) * path).sum() + PER_KEY * path.sum()
+    by_paths = paths_cost(nodes)
     by_levels = PER_SCORE * ((_tiles(own) + _tiles(below)) * own).sum() + per_level * levels + PER_MERGE * below.sum()
     why = f"about {by_paths:.2g} ms a layer against {by_levels:.2g} by levels"
     return ("paths" if by_paths <= by_levels else "levels"), why
+
+
+def paths_cost(nodes: Sequence[Node]) -> float:
+    """Milliseconds a layer takes by paths."""
+    own = _sizes(nodes)
+    path = np.array([sum(own[a] for a in n.above) for n in nodes]) + own
+    return float(PER_SCORE * (_tiles(own) * path).sum() + PER_KEY * path.sum())
 
 
 def _tiles(rows: NDArray[np.int64]) -> NDArray[np.int64]:
