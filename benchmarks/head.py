@@ -93,7 +93,7 @@ def run_head(
     arms = [_measure("memopd", everything, ours, clear, repeats, product_seconds)]
     if device == "cuda":
         with all_compiled():
-            arms.append(_measure("memopd, no kernel of its own", everything, ours, clear, repeats, product_seconds))
+            arms.append(_measure("memopd, compiled, no kernels", everything, ours, clear, repeats, product_seconds))
     arms.append(_measure("naive PyTorch", everything, naive, clear, repeats))
     if (liger := _liger(states, weight, theirs, their_weight)) is not None:
         arms.append(_measure("Liger fused linear JSD", "KL only", liger, clear, repeats))
@@ -103,34 +103,43 @@ def run_head(
 
 @contextmanager
 def all_compiled() -> Iterator[None]:
-    """The reductions of the forward pass by `torch.compile` too, in place of our kernel."""
+    """The same pass with what `torch.compile` makes of its two steps, in place of our kernels."""
     from memopd.score import fused  # Triton exists only where there is a GPU
 
-    @torch.compile
-    def reduce(z: Tensor, z_T: Tensor | None, tokens: Tensor, temperature: float) -> Tensor:
-        x = z.float() / temperature
-        lse = x.logsumexp(-1)
-        logp = x - lse[:, None]
-        logprob, entropy = logp.gather(1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-        if z_T is None:
-            return torch.stack([logprob, entropy, lse, lse, lse, lse])
-        shared = min(z.shape[1], z_T.shape[1])
-        x, x_T = x[:, :shared], z_T[:, :shared].float() / temperature
-        lse_shared, lse_T = x.logsumexp(-1), x_T.logsumexp(-1)
-        logp = x - lse_shared[:, None]
-        kl = (logp.exp() * (logp - x_T + lse_T[:, None])).sum(-1)
-        return torch.stack([logprob, entropy, kl, lse, lse_shared, lse_T])
+    compiled = torch.compile(_reduce), torch.compile(_differentiate)
 
-    def compiled(
-        z: Tensor, z_T: Tensor | None, tokens: Tensor, stats: Tensor, temperature: float, head: Head, teacher: Any
-    ) -> None:
-        stats.copy_(reduce(z, z_T, tokens, temperature))  # the heads here neither scale nor cap
+    def reduce(z: Tensor, z_T: Tensor, tokens: Tensor, stats: Tensor, *_: Any) -> None:
+        stats.copy_(compiled[0](z, z_T, tokens))
 
-    kernel, fused.reduce_logits = fused.reduce_logits, compiled
+    def differentiate(z: Tensor, z_T: Tensor, tokens: Tensor, stats: Tensor, grads: Tensor, *_: Any) -> None:
+        compiled[1](z, z_T, tokens, stats, grads)
+
+    kernels = fused.reduce_logits, fused.differentiate_logits
+    fused.reduce_logits, fused.differentiate_logits = reduce, differentiate  # type: ignore[assignment]
     try:
         yield
     finally:
-        fused.reduce_logits = kernel
+        fused.reduce_logits, fused.differentiate_logits = kernels
+
+
+def _reduce(z: Tensor, z_T: Tensor, tokens: Tensor) -> Tensor:
+    """As `fused.reduce_logits`, at temperature 1, for heads of one width that neither scale nor cap."""
+    x, x_T = z.float(), z_T.float()
+    lse, lse_T = x.logsumexp(-1), x_T.logsumexp(-1)
+    logp = x - lse[:, None]
+    logprob, entropy = logp.gather(1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    kl = (logp.exp() * (logp - x_T + lse_T[:, None])).sum(-1)
+    return torch.stack([logprob, entropy, kl, lse, lse, lse_T])
+
+
+def _differentiate(z: Tensor, z_T: Tensor, tokens: Tensor, stats: Tensor, grads: Tensor) -> None:
+    _, entropy, kl, lse, _, lse_T = (row[:, None] for row in stats)
+    g_logprob, g_entropy, g_kl = (row[:, None] for row in grads)
+    logp, logp_T = z.float() - lse, z_T.float() - lse_T
+    p = logp.exp()
+    is_token = (torch.arange(z.shape[1], device=z.device) == tokens[:, None]).float()
+    dz = g_logprob * (is_token - p) - g_entropy * p * (logp + entropy) + g_kl * p * (logp - logp_T - kl)
+    z.copy_(dz)
 
 
 def _measure(

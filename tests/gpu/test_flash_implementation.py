@@ -48,16 +48,16 @@ def plain_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, sca
 def plain_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, scale=None, **_):
     calls["backward"] += 1
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
     for a, b, c, d in bounds(cu_q, cu_k):
-        part = [x.detach().float().requires_grad_() for x in (q[a:b], k[c:d], v[c:d])]
-        with torch.enable_grad():
-            weights, _ = softmax_of(part[0], part[1], scale, causal)
-            values = part[2].repeat_interleave(q.shape[1] // k.shape[1], 1)
-            made = torch.einsum("hnm,mhd->nhd", weights, values)
-        for into, g in zip(
-            (dq[a:b], dk[c:d], dv[c:d]), torch.autograd.grad(made, part, grad[a:b].float()), strict=True
-        ):
-            into.copy_(g)
+        weights, _ = softmax_of(q[a:b], k[c:d], scale, causal)
+        do, keys, values = grad[a:b].float(), *(x[c:d].float().repeat_interleave(groups, 1) for x in (k, v))
+        dp = torch.einsum("nhd,mhd->hnm", do, values)
+        ds = weights * (dp - (do * out[a:b].float()).sum(-1).T[:, :, None]) * scale
+        dq[a:b] = torch.einsum("hnm,mhd->nhd", ds, keys).to(q.dtype)
+        for into, of, x in ((dk, ds, q[a:b].float()), (dv, weights, do)):
+            each = torch.einsum("hnm,nhd->mhd", of, x)
+            into[c:d] = each.unflatten(1, (-1, groups)).sum(2).to(into.dtype)
     return dq, dk, dv
 
 

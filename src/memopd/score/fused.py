@@ -1,8 +1,7 @@
-"""The vocabulary pass on a GPU: each chunk's logits are read once forward and once backward.
+"""The vocabulary pass on a GPU: each chunk's logits are read once forward and once backward, by two Triton kernels.
 
-Same results as `vocabulary.reference_scores`; the products with the head's weights stay with cuBLAS. The reductions of
-the forward pass are a Triton kernel, which takes 5 to 10 % less time than what `torch.compile` makes of them. The
-gradient is elementwise, and there the compiler is as fast (`python -m benchmarks head`). Per chunk:
+Same results as `vocabulary.reference_scores`; the products with the head's weights stay with cuBLAS. What
+`torch.compile` makes of the same two steps takes 5 to 7 % longer (`python -m benchmarks head`). Per chunk:
 
     forward    z = states @ W.T, z_T likewise   -> row sums -> log p(a), entropy, reverse KL
     backward   z and z_T again                  -> dz over z, in place; then per group of chunks
@@ -21,8 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._dynamo import maybe_mark_dynamic
-from torch.nn.functional import pad
 
 from memopd.score.head import Head
 
@@ -76,11 +73,7 @@ class _Fused(torch.autograd.Function):
                 z = _product(states[part], weight, bias, out=buffer[at - start : part.stop - start])
                 z_T = None if ctx.teacher is None else _teacher_product(ctx.teacher, teacher_states, part)
                 per_row = tokens[part], stats[:, part], grads[:, part]
-                _mark_length(z, z_T, *per_row)
-                head, teacher = ctx.head, ctx.teacher or ctx.head
-                _to_gradients(
-                    z, z_T, *per_row, ctx.temperature, head.scale, head.softcap, teacher.scale, teacher.softcap
-                )
+                differentiate_logits(z, z_T, *per_row, ctx.temperature, ctx.head, ctx.teacher)
                 del z, z_T
             dz, of = buffer[: stop - start], slice(start, stop)
             if d_states is not None:
@@ -91,50 +84,6 @@ class _Fused(torch.autograd.Function):
                 d_bias += dz.sum(0, dtype=torch.float32)
         d_states = None if d_states is None else d_states.to(states.dtype)
         return d_states, d_weight, d_bias if d_bias is None else d_bias.to(bias.dtype), *[None] * 7
-
-
-@torch.compile
-def _to_gradients(
-    z: Tensor,  # [n, V] logits as the product made them; becomes their gradient, in place
-    z_T: Tensor | None,  # [n, V_T]
-    tokens: Tensor,  # [n]
-    stats: Tensor,  # [6, n]
-    grads: Tensor,  # [3, n] of log p(a), entropy and divergence
-    temperature: float,
-    scale: float,
-    softcap: float | None,
-    scale_T: float,
-    softcap_T: float | None,
-) -> None:
-    _, entropy, kl, lse, lse_shared, lse_T = (row[:, None] for row in stats)
-    g_logprob, g_entropy, g_kl = (row[:, None] for row in grads)
-    capped = _capped(z, scale, softcap)
-    x = capped / temperature
-    logp = x - lse
-    p = logp.exp()
-    is_token = torch.arange(z.shape[1], device=z.device) == tokens[:, None]
-    dz = g_logprob * (is_token.float() - p) - g_entropy * p * (logp + entropy)
-    if z_T is not None:
-        shared = min(z.shape[1], z_T.shape[1])
-        logp_T = _capped(z_T[:, :shared], scale_T, softcap_T) / temperature - lse_T
-        logp = x[:, :shared] - lse_shared
-        dz = dz + pad(g_kl * logp.exp() * (logp - logp_T - kl), (0, z.shape[1] - shared))
-    dz = dz / temperature
-    if softcap is not None:
-        dz = dz * (1 - (capped / softcap) ** 2)
-    z.copy_(dz * scale)
-
-
-def _capped(z: Tensor, scale: float, softcap: float | None) -> Tensor:
-    z = z.float() * scale
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
-
-
-def _mark_length(z: Tensor, z_T: Tensor | None, tokens: Tensor, stats: Tensor, grads: Tensor) -> None:
-    """One compilation serves chunks of any length."""
-    for x, dimension in ((z, 0), (z_T, 0), (tokens, 0), (stats, 1), (grads, 1)):
-        if x is not None:
-            maybe_mark_dynamic(x, dimension)
 
 
 def _product(states: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -151,13 +100,34 @@ def reduce_logits(
     z: Tensor, z_T: Tensor | None, tokens: Tensor, stats: Tensor, temperature: float, head: Head, teacher: Head | None
 ) -> None:
     """Fill stats [6, n]: log p(a), entropy, divergence, and the log-sum-exps of z, of its shared part, and of z_T."""
-    theirs = teacher or head
-    _reduce[(len(z),)](
+    _forward_kernel[(len(z),)](
         z, z if z_T is None else z_T, tokens, stats, stats.stride(0), z.shape[1],
-        0 if z_T is None else min(z.shape[1], z_T.shape[1]), 0 if z_T is None else z_T.shape[1],
-        1.0 / temperature, head.scale, head.softcap or 0.0, theirs.scale, theirs.softcap or 0.0,
-        BLOCK=BLOCK, num_warps=8,
+        *_shape(z, z_T, head, teacher, temperature), BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
+
+
+def differentiate_logits(
+    z: Tensor, z_T: Tensor | None, tokens: Tensor, stats: Tensor, grads: Tensor, temperature: float, head: Head,
+    teacher: Head | None,
+) -> None:  # fmt: skip
+    """Put dz in the place of z; grads [3, n] are of log p(a), entropy and divergence."""
+    _backward_kernel[(len(z),)](
+        z, z if z_T is None else z_T, tokens, stats, grads, stats.stride(0), z.shape[1],
+        *_shape(z, z_T, head, teacher, temperature), BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def _shape(z: Tensor, z_T: Tensor | None, head: Head, teacher: Head | None, temperature: float) -> tuple[Any, ...]:
+    shared = 0 if z_T is None else min(z.shape[1], z_T.shape[1])
+    return (
+        shared,
+        0 if z_T is None else z_T.shape[1],
+        1.0 / temperature,
+        head.scale,
+        head.softcap or 0.0,
+        1.0 if teacher is None else teacher.scale,
+        0.0 if teacher is None else teacher.softcap or 0.0,
+    )
 
 
 @triton.jit
@@ -170,7 +140,7 @@ def _finish(x, scale, cap, inverse_temperature):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _reduce(  # type: ignore[no-untyped-def]
+def _forward_kernel(  # type: ignore[no-untyped-def]
     z_ptr, t_ptr, token_ptr, stats_ptr, stats_stride, V,
     shared, V_T, inverse_temperature, scale, cap, scale_T, cap_T, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -226,3 +196,40 @@ def _reduce(  # type: ignore[no-untyped-def]
         tl.store(stats_ptr + 2 * stats_stride + row, kl)
         tl.store(stats_ptr + 4 * stats_stride + row, lse_c)
         tl.store(stats_ptr + 5 * stats_stride + row, lse_T)
+
+
+@triton.jit
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    z_ptr, t_ptr, token_ptr, stats_ptr, grads_ptr, stride, V,
+    shared, V_T, inverse_temperature, scale, cap, scale_T, cap_T, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ptr + row)
+    entropy = tl.load(stats_ptr + stride + row)
+    lse = tl.load(stats_ptr + 3 * stride + row)
+    g_logprob = tl.load(grads_ptr + row)
+    g_entropy = tl.load(grads_ptr + stride + row)
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        v = start + lane
+        inside = v < V
+        x = tl.load(z_ptr + row * V + v, mask=inside, other=0.0).to(tl.float32)
+        z = _finish(x, scale, cap, inverse_temperature)
+        logp = z - lse
+        p = tl.exp(logp)
+        dz = g_logprob * (tl.where(v == token, 1.0, 0.0) - p) - g_entropy * p * (logp + entropy)
+        if shared > 0:
+            both = v < shared
+            kl = tl.load(stats_ptr + 2 * stride + row)
+            lse_c = tl.load(stats_ptr + 4 * stride + row)
+            lse_T = tl.load(stats_ptr + 5 * stride + row)
+            g_kl = tl.load(grads_ptr + 2 * stride + row)
+            y = tl.load(t_ptr + row * V_T + v, mask=both, other=0.0).to(tl.float32)
+            logp_T = _finish(y, scale_T, cap_T, inverse_temperature) - lse_T
+            logp_c = z - lse_c
+            dz += tl.where(both, g_kl * tl.exp(logp_c) * (logp_c - logp_T - kl), 0.0)
+        dz = dz * inverse_temperature
+        if cap > 0:
+            t = z / (inverse_temperature * cap)
+            dz = dz * (1 - t * t)
+        tl.store(z_ptr + row * V + v, (dz * scale).to(z_ptr.dtype.element_ty), mask=inside)
