@@ -91,10 +91,13 @@ def build(config: RunConfig, student: str, teacher: str, device: torch.device) -
 
 def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
     o, temperature = learner.config.optimise, 1.0
-    assert learner.reference is not None
-    assert learner.critic is not None
-    assert learner.teacher is not None
-    assert learner.head is not None
+    reference, critic, teacher, head = learner.reference, learner.critic, learner.teacher, learner.head
+    critic_optimiser = learner.critic_optimiser
+    assert reference is not None
+    assert critic is not None
+    assert critic_optimiser is not None
+    assert teacher is not None
+    assert head is not None
     found: dict[str, Any] = {}
 
     def stage(name: str, work: Callable[[], Any]) -> Stage:
@@ -112,16 +115,13 @@ def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
             return work()
 
     yield stage("score π_old", lambda: policy_scores(learner.student, batch, temperature))
-    yield stage(
-        "score π_ref",
-        lambda: on_device(learner.reference, lambda: policy_scores(learner.reference, batch, temperature)),
-    )
-    yield stage("score V_φ", lambda: values(learner.critic, batch))
-    yield stage("score π_T", lambda: on_device(learner.teacher, lambda: exact_states(learner.teacher, batch)))
+    yield stage("score π_ref", lambda: on_device(reference, lambda: policy_scores(reference, batch, temperature)))
+    yield stage("score V_φ", lambda: values(critic, batch))
+    yield stage("score π_T", lambda: on_device(teacher, lambda: exact_states(teacher, batch)))
     old = found["score π_old"]
     scored = Scored(old, found["score π_ref"], found["score V_φ"], torch.ones(len(old), dtype=torch.bool).numpy())
     yield stage("advantages", lambda: make_terms([batch], [scored], o)[0][0])
-    guide = Guide(learner.head, found["score π_T"], torch.ones(len(old), dtype=torch.bool))
+    guide = Guide(head, found["score π_T"], torch.ones(len(old), dtype=torch.bool))
     terms = found["advantages"]
     yield stage(
         "update actor",
@@ -130,9 +130,8 @@ def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
         ),
     )
     learner.actor_optimiser.zero_grad(set_to_none=True)
-    assert learner.critic_optimiser is not None
-    yield stage("update critic", lambda: update_critic(learner.critic, learner.critic_optimiser, batch, terms, o))
-    learner.critic_optimiser.zero_grad(set_to_none=True)
+    yield stage("update critic", lambda: update_critic(critic, critic_optimiser, batch, terms, o))
+    critic_optimiser.zero_grad(set_to_none=True)
 
 
 def _sync() -> None:

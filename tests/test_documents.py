@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import typer
+from paper.shown import COLUMNS, DEPENDENCY
 
-from benchmarks.table import markdown
+from benchmarks.output import markdown
 from benchmarks.tables import load, tables_of
 from memopd import cli
 from memopd.config import SECTIONS
 from memopd.evaluate.summary import Estimate
 from memopd.evaluate.tables import shown
 from paper import refresh
-from paper.shown import COLUMNS, DEPENDENCY
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "paper" / "results"

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.attention import thin_trie, trie_of
+from benchmarks.output import markdown
 from benchmarks.shapes import episodes_of, independent, merged_rows
-from benchmarks.table import markdown
 from benchmarks.tables import load, plot, tables_of
 from memopd.compile import compile_calls
 from memopd.record import write_episodes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.retrieval_growth import run_growth
+from benchmarks.growth import run_growth
 
 
 def test_growth_is_measured(tmp_path):

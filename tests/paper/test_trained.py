@@ -8,8 +8,8 @@ from small import write_result
 
 from paper.evaluation import Part, measured_with
 from paper.settings import Shown, Suite
-from paper.shown import show
 from paper.suite import Work
+from paper.trained import show
 
 SYSTEMS = ("student-mem1", "ppo", "memopd")
 SHOWN = Shown(
