@@ -19,10 +19,10 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	@sh examples/quickstart.sh
 
-# A worker for every core, each with whole files; then, one by one, what must not run beside others.
+# A worker for every core, each with whole files; then, one by one, what needs the whole GPU. It is skipped without one.
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not alone'
-	$(BIN)/python -m pytest -m 'alone and not slow' $$(grep -rl --include='*.py' mark.alone tests)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/gpu
+	$(BIN)/python -m pytest tests/gpu
 
 # Minutes to an hour. Its dated results are committed.
 test-slow: SHELL := /bin/bash
