@@ -37,6 +37,14 @@ def bench_here(*arguments):
     return done.stdout
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """A model and calls of sizes that a test can wait for."""
+    monkeypatch.setattr(shapes, "VOCABULARY", 200)
+    monkeypatch.setitem(shapes.MODELS, "tiny", shapes.MODELS["tiny"] | {"vocab_size": 200})
+    monkeypatch.setitem(shapes.SHAPES, "q2", shapes.Shape(calls=3, trajectories=2, q=20, x=12, a=6))
+
+
 def test_the_compilers_benchmark():
     """16 calls of about 1,000 tokens, and ten times as many."""
     sizes = ("compile", "--episodes", "4", "--calls", "4")
@@ -88,7 +96,7 @@ def test_results_read_back_as_tables_and_plots(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_an_actor_benchmark_on_recorded_episodes(tmp_path):
+def test_an_actor_benchmark_on_recorded_episodes(small, tmp_path):
     helper = Call([1, 2], [3], trainable=False)
     write_episodes(tmp_path / "e.parquet", [Episode("e", "t", [helper, *mem1_calls(0)])])
     what = ("--model", "tiny", "--episodes", str(tmp_path / "e.parquet"), "--dtype", "float32")
@@ -96,14 +104,6 @@ def test_an_actor_benchmark_on_recorded_episodes(tmp_path):
     arms = {a["name"]: a for a in result["arms"]}
     assert arms["packed, cascade"]["rows"] < arms["independent, varlen flash"]["rows"]
     assert "CPU" in arms["packed, flex"]["note"]
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """A model and calls of sizes that a test can wait for."""
-    monkeypatch.setattr(shapes, "VOCABULARY", 200)
-    monkeypatch.setitem(shapes.MODELS, "tiny", shapes.MODELS["tiny"] | {"vocab_size": 200})
-    monkeypatch.setitem(shapes.SHAPES, "q2", shapes.Shape(calls=3, trajectories=2, q=20, x=12, a=6))
 
 
 def test_the_vocabulary_pass_in_small():
