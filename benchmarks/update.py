@@ -89,15 +89,9 @@ def build(config: RunConfig, student: str, teacher: str, device: torch.device) -
     return Learner(config, device, pi, adamw(pi, o.lr, 0.0), value, adamw(value, o.critic_lr, 0.0), pi_ref, pi_T, head)
 
 
-def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
+def one_update(learner: Any, batch: MiniBatch) -> Iterator[Stage]:
+    """`learner` is what `build` made: a Learner that has a reference, a critic and a teacher."""
     o, temperature = learner.config.optimise, 1.0
-    reference, critic, teacher, head = learner.reference, learner.critic, learner.teacher, learner.head
-    critic_optimiser = learner.critic_optimiser
-    assert reference is not None
-    assert critic is not None
-    assert critic_optimiser is not None
-    assert teacher is not None
-    assert head is not None
     found: dict[str, Any] = {}
 
     def stage(name: str, work: Callable[[], Any]) -> Stage:
@@ -115,13 +109,16 @@ def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
             return work()
 
     yield stage("score π_old", lambda: policy_scores(learner.student, batch, temperature))
-    yield stage("score π_ref", lambda: on_device(reference, lambda: policy_scores(reference, batch, temperature)))
-    yield stage("score V_φ", lambda: values(critic, batch))
-    yield stage("score π_T", lambda: on_device(teacher, lambda: exact_states(teacher, batch)))
+    yield stage(
+        "score π_ref",
+        lambda: on_device(learner.reference, lambda: policy_scores(learner.reference, batch, temperature)),
+    )
+    yield stage("score V_φ", lambda: values(learner.critic, batch))
+    yield stage("score π_T", lambda: on_device(learner.teacher, lambda: exact_states(learner.teacher, batch)))
     old = found["score π_old"]
     scored = Scored(old, found["score π_ref"], found["score V_φ"], torch.ones(len(old), dtype=torch.bool).numpy())
     yield stage("advantages", lambda: make_terms([batch], [scored], o)[0][0])
-    guide = Guide(head, found["score π_T"], torch.ones(len(old), dtype=torch.bool))
+    guide = Guide(learner.head, found["score π_T"], torch.ones(len(old), dtype=torch.bool))
     terms = found["advantages"]
     yield stage(
         "update actor",
@@ -130,8 +127,8 @@ def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
         ),
     )
     learner.actor_optimiser.zero_grad(set_to_none=True)
-    yield stage("update critic", lambda: update_critic(critic, critic_optimiser, batch, terms, o))
-    critic_optimiser.zero_grad(set_to_none=True)
+    yield stage("update critic", lambda: update_critic(learner.critic, learner.critic_optimiser, batch, terms, o))
+    learner.critic_optimiser.zero_grad(set_to_none=True)
 
 
 def _sync() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,15 @@ def test_a_missing_file_is_noticed():
     assert missing_files(text, ROOT) == ["compile/tire.py", "tests/train/test_gains.py"]
 
 
+def test_the_layers_are_those_of_the_import_contract():
+    """In its order: the architecture's list of folders, from `cli` down."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contracts if c.get("containers") == ["memopd"])
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.search(r"\n\n    cli\n(?:    [\w.]+\n)+", text).group().split()
+    assert [name.removesuffix(".py") for name in listed if name.removesuffix(".py") in layers] == layers
+
+
 PROGRAMS = {"memopd": cli.app, "python -m paper": paper.app, "python -m benchmarks": benchmarks.app}
 
 
@@ -266,7 +276,11 @@ def commands(text):
     text = re.sub(r"\\\n\s*", " ", text)
     ours = "|".join([*PROGRAMS, "torchrun"])
     lines = re.findall(rf"(?m)^(?:    +|do_ |test .*\|\| do_ |#   +)(?:\w+=\S+ )*((?:{ours}) .*)$", text)
-    return [line for line in lines + re.findall(rf"`((?:{ours}) [^`\n]+)`", text) if "..." not in line]
+    return [
+        line
+        for line in lines + re.findall(rf"`((?:{ours}) [^`\n]+)`", text)
+        if "..." not in line and " NAME" not in line
+    ]
 
 
 def unknown(line):
@@ -280,7 +294,7 @@ def unknown(line):
         if name not in command.commands:
             return name
         command = command.commands[name]
-    if program == "python -m paper" and not words[0].startswith("-") and words[0] not in [*paper.Name, "NAME"]:
+    if program == "python -m paper" and not words[0].startswith("-") and words[0] not in list(paper.Name):
         return words[0]
     options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
     for word in words:

@@ -9,10 +9,10 @@ import pytest
 from small import folder
 from transformers import AutoTokenizer
 
+from memopd import cli
 from memopd.agent.environment import SearchEnvironment
 from memopd.agent.memory import memory_rule
 from memopd.agent.rollout import codec_of, repeat, rollout
-from memopd.cli.options import run as run_app
 from memopd.retrieval import open_index
 from memopd.tasks.files import read_tasks
 from memopd.types import Sampling
@@ -55,7 +55,7 @@ def run(tmp_path, monkeypatch):
         with redirect_stdout(said), redirect_stderr(said):
             monkeypatch.setattr(sys, "argv", ["paper", name, *map(str, folders), *options])
             with pytest.raises(SystemExit) as left:
-                run_app(app)
+                cli.run(app)
         assert not left.value.code, said.getvalue()
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
         text = (tmp_path / "out" / f"{name}.md").read_text()
