@@ -19,17 +19,17 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	@sh examples/quickstart.sh
 
-# A worker for every core, each with whole files; then, one by one, what must not run beside others.
+# One worker per core, each with whole files; then, one by one, the tests that need the whole GPU (skipped without one).
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not alone'
-	$(BIN)/python -m pytest -m 'alone and not slow' $$(grep -rl --include='*.py' mark.alone tests)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/gpu
+	$(BIN)/python -m pytest tests/gpu
 
-# Minutes to an hour. Its dated results are committed.
+# About an hour. Commit the dated results that it writes.
 test-slow: SHELL := /bin/bash
 test-slow: $(READY)
 	set -o pipefail; (date -u +%F; MEMOPD_VLLM_PYTHON=$(wildcard $(VLLM)/bin/python) $(BIN)/python -m pytest -m slow -rp --durations=5) 2>&1 | tee tests/results/test-slow.txt
 
-# Against real vLLM, in an environment of its own that is kept for the next time. It says so where it skips.
+# Tests against real vLLM, in an environment of its own that is kept for the next time.
 test-vllm: $(READY)
 	@PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"; status=$$?; \
 	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \

@@ -61,11 +61,11 @@ def bench_show(
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a document.")] = False,
 ) -> None:
     """Recorded results as tables, and as a plot."""
-    from benchmarks.recorded import read_lines
+    from benchmarks.output import read_lines
 
     read_lines(results)
 
-    from benchmarks.table import markdown as as_markdown
+    from benchmarks.output import markdown as as_markdown
     from benchmarks.tables import load, tables_of
     from benchmarks.tables import plot as draw_plot
 
@@ -171,13 +171,14 @@ def bench_attention(
     as_json: Json = False,
 ) -> None:
     """The kernels alone, on tries of several depths and sizes."""
-    sizes = [numbers(values) for values in (rows, depths, calls)]
+    row_counts, trie_depths, call_counts = (numbers(values) for values in (rows, depths, calls))
 
     import torch
 
     from benchmarks.attention import sweep
 
-    kernels = track("attention", sweep(*sizes, getattr(torch, dtype), device(), repeats))
+    kind = getattr(torch, dtype)
+    kernels = track("attention", sweep(row_counts, trie_depths, call_counts, kind, device(), repeats))
     report(kernels, as_json, plot, dtype=dtype)
 
 
@@ -249,7 +250,7 @@ def bench_growth(
     as_json: Json = False,
 ) -> None:
     """How a lexical index grows with its corpus."""
-    from benchmarks.retrieval_growth import run_growth
+    from benchmarks.growth import run_growth
 
     report(run_growth(numbers(sizes), queries), as_json)
 

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 
 from benchmarks.shapes import independent, merged_rows
-from benchmarks.timing import measure
+from benchmarks.timing import Measured, measure
 from memopd.attention.plan import NAME, make_plan
 from memopd.compile import Packed, compile_calls
 from memopd.score import backbone, head_of, vocabulary_scores
@@ -99,7 +99,7 @@ def run_actor(
     if len(layouts["merged"]) == len(layouts["independent"]):
         del candidates["merged rows, varlen flash"]  # no call extends another: the same rows again
     kept = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    measured = {}
+    measured: dict[str, tuple[int, Measured | None, str]] = {}
     for name, (rows, make) in candidates.items():
         try:
             if "dense" in name and rows > DENSE_UP_TO:

@@ -175,7 +175,8 @@ def _reason(why: Exception) -> str:
 
 def _arm(name: str, times: Times | None, note: str, sampled: int, best: float) -> EngineArm:
     if times is None:
-        return EngineArm(name, *[float("nan")] * 5, note=note)
+        nan = float("nan")
+        return EngineArm(name, nan, nan, nan, nan, nan, note)
     wall, processor = ([t[i] for t in times] for i in (0, 1))
     seconds, elsewhere = median(wall), name.startswith("vLLM")  # in processes of its own
     spread = (max(wall) - min(wall)) / seconds
@@ -256,7 +257,8 @@ def continuous(model: Any, work: Work) -> Iterator[Ways]:
     )
     if not torch.cuda.is_available():  # elsewhere it measures the memory it may take
         config.num_blocks, config.max_batch_tokens = 4 * len(work.prompts), 1024
-    before, managers = model.config._attn_implementation, []
+    before = model.config._attn_implementation
+    managers: list[Any] = []
 
     def run() -> None:
         if not managers:

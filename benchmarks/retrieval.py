@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import subprocess
 import sys
 import time
@@ -18,20 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.retrieval_passages import query_about, synthetic_passages
-from memopd.retrieval import Index, Passage, build_index, open_index, read_corpus, write_corpus
+from benchmarks.corpus import Asked, read_questions, write_synthetic
+from memopd.retrieval import Index, build_index, open_index, read_corpus
 
 _K = 10
 _CLIENTS = 32
 _Search = Callable[[list[str]], list[list[str]]]  # ids
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A query, and the passages that hold its answer, where known."""
-
-    query: str
-    wanted: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +57,6 @@ def run_retrieval(
         else:
             asked = read_questions(questions)[:queries]
         yield from (arm(corpus, asked, folder) for arm in (_memopd, _service, _bm25s))
-
-
-def write_synthetic(path: Path, passages: int, queries: int) -> list[Asked]:
-    """The corpus to `path`; queries about passages all over it."""
-    rng = np.random.default_rng(1)
-    asked: list[Asked] = []
-
-    def noting() -> Iterator[Passage]:
-        for i, passage in enumerate(synthetic_passages(passages)):
-            if i * queries // passages >= len(asked):
-                asked.append(Asked(query_about(passage, rng), frozenset([passage.id])))
-            yield passage
-
-    write_corpus(path, noting())
-    return asked
-
-
-def read_questions(path: Path) -> list[Asked]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        rows = [json.loads(line) for line in file]
-    return [Asked(row["question"], frozenset(row["metadata"]["supporting_ids"])) for row in rows]
 
 
 def _memopd(corpus: Path, asked: Sequence[Asked], folder: Path) -> RetrievalResult:

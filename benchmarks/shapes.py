@@ -159,5 +159,6 @@ def random_model(name: str, dtype: Any, device: str) -> Any:
         raise ValueError(f"unknown model shape {name!r}: choose from {', '.join(MODELS)}")
     torch.manual_seed(0)
     with torch.device(device):
-        config = Qwen2Config(**MODELS[name], max_position_embeddings=32_768, rope_theta=1_000_000.0)
+        rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
+        config = Qwen2Config(**MODELS[name], max_position_embeddings=32_768, rope_parameters=rope)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -12,15 +12,12 @@ from rich.table import Table
 from benchmarks.actor import ActorResult, Arm
 from benchmarks.attention import AttentionResult
 from benchmarks.engine import EngineArm, EngineResult
+from benchmarks.growth import GrowthResult
 from benchmarks.head import HeadArm, HeadResult
+from benchmarks.output import cell, pyplot, read_lines, save, table
 from benchmarks.rce import RceResult
-from benchmarks.recorded import read_lines
 from benchmarks.retrieval import RetrievalResult
-from benchmarks.retrieval_growth import GrowthResult
-from benchmarks.service_tables import engine_table, growth_table, retrieval_table, update_table
-from benchmarks.table import table
 from benchmarks.update import Stage, UpdateResult
-from memopd.files import whole
 from memopd.verify import EquivalenceReport, GradientReport
 
 
@@ -75,7 +72,7 @@ def tables_of(results: Sequence[Any]) -> list[Table]:
 
 
 def plot(results: Sequence[Any], output: Path) -> None:
-    for kind, draw in ((ActorResult, plot_actor), (HeadResult, plot_head), (AttentionResult, plot_attention)):
+    for kind, draw in _PLOTS.items():
         if some := [r for r in results if isinstance(r, kind)]:
             draw(some, output)
             return
@@ -142,6 +139,71 @@ def rce_table(results: Sequence[RceResult]) -> Table:
     return table("packed against each call alone", columns, rows)
 
 
+def engine_table(r: EngineResult) -> Table:
+    rows = [
+        [a.name, a.note or f"{a.seconds:.2f}", cell(50 * a.spread, "±{:.1f} %"), cell(a.processor_seconds, "{:.2f}"),
+         cell(a.tokens_per_second, "{:,.0f}"), cell(a.speedup, "{:.2f}×")]
+        for a in r.arms
+    ]  # fmt: skip
+    title = (
+        f"{r.engine_model}, {r.parameters / 1e6:.1f} M parameters: {r.prompts} prompts of {r.shortest} to {r.longest} "
+        f"ids, {r.sampled_tokens:,} sampled, {r.threads} threads"
+    )
+    return table(title, ["sampler", "s", "spread", "CPU s", "tokens/s", "speed"], rows)
+
+
+def retrieval_table(results: Sequence[RetrievalResult]) -> Table:
+    rows = [
+        [r.retriever, f"{r.passages:,}", cell(r.build_seconds), f"{r.disk_bytes / 1e6:,.1f}",
+         *(cell(1e3 * x, "{:.2f}") for x in (r.p50, r.p99, r.cpu)), cell(r.queries_per_second, "{:,.0f}"),
+         *(cell(x, "{:.3f}") for x in (r.recall_3, r.recall_5, r.recall_10))]
+        for r in results
+    ]  # fmt: skip
+    columns = [
+        "retriever",
+        "passages",
+        "build s",
+        "MB",
+        "p50 ms",
+        "p99 ms",
+        "CPU ms",
+        "queries/s",
+        "recall@3",
+        "@5",
+        "@10",
+    ]
+    return table(f"{results[0].queries:,} queries", columns, rows)
+
+
+def growth_table(results: Sequence[GrowthResult]) -> Table:
+    rows = [
+        [f"{r.passages:,}", f"{r.corpus_bytes / 1e6:,.0f}", f"{r.index_bytes / 1e6:,.0f}", f"{r.build_seconds:.1f}",
+         f"{r.build_cpu:.1f}", f"{r.build_memory / 1e6:,.0f}", f"{1e3 * r.p50:.2f}", f"{1e3 * r.p99:.2f}",
+         f"{1e3 * r.cpu:.2f}", f"{r.search_memory / 1e6:,.0f}"]
+        for r in results
+    ]  # fmt: skip
+    columns = ["passages", "corpus MB", "index MB", "build s", "CPU s", "memory MB", "p50 ms", "p99 ms", "CPU ms",
+               "search MB"]  # fmt: skip
+    return table("a lexical index as its corpus grows", columns, rows)
+
+
+def update_table(results: Sequence[UpdateResult]) -> Table:
+    names = [s.name for s in results[0].stages]
+    rows = []
+    for i, name in enumerate(names):
+        cells = [(r.stages[i].seconds, r.stages[i].peak_bytes) for r in results]
+        rows.append([name, *(f"{s:.2f} ({b / 2**30:.0f} GiB)" for s, b in cells)])
+    peaks = [max(s.peak_bytes for s in r.stages) for r in results]
+    whole = [f"{r.seconds:.2f} ({b / 2**30:.0f} GiB)" for r, b in zip(results, peaks, strict=True)]
+    rows.append(["whole update", *whole])
+    r = results[0]
+    title = (
+        f"{r.student} student and critic, {r.teacher} teacher: {r.episodes} episodes, {r.calls} calls, "
+        f"{r.decisions:,} sampled tokens; seconds (peak memory)"
+    )
+    return table(title, ["stage", *(f"{r.layout}, {r.rows:,} rows" for r in results)], rows)
+
+
 _TOGETHER: dict[type, Any] = {  # kinds whose results share one table
     AttentionResult: attention_table,
     RceResult: rce_table,
@@ -153,7 +215,7 @@ _TOGETHER: dict[type, Any] = {  # kinds whose results share one table
 
 def plot_actor(results: Sequence[ActorResult], output: Path) -> None:
     """Speed of every arm against the strongest exact arm without sharing, with the limit of its rows."""
-    plt = _pyplot()
+    plt = pyplot()
     names = list(dict.fromkeys(a.name for r in results for a in r.arms))
     figure, axes = plt.subplots(figsize=(max(6, 1.6 * len(results) + 2), 4), layout="constrained")
     width = 0.8 / len(names)
@@ -170,11 +232,11 @@ def plot_actor(results: Sequence[ActorResult], output: Path) -> None:
     axes.set_ylabel("speed, of the best unshared arm")
     axes.set_title("black: what the number of rows allows", fontsize=9)
     axes.legend(fontsize=7)
-    _save(figure, output)
+    save(figure, output)
 
 
 def plot_attention(results: Sequence[AttentionResult], output: Path) -> None:
-    plt = _pyplot()
+    plt = pyplot()
     depths = sorted({r.depth for r in results if r.trie == "balanced"})
     figure, grid = plt.subplots(1, len(depths), figsize=(4 * len(depths), 3.6), layout="constrained", squeeze=False)
     for axes, depth in zip(grid[0], depths, strict=True):
@@ -185,11 +247,11 @@ def plot_attention(results: Sequence[AttentionResult], output: Path) -> None:
             axes.loglog([x for x, _ in line], [y for _, y in line], marker="o", ms=3, label=kernel)
         axes.set(title=f"depth {depth}, {few} calls", xlabel="rows", ylabel="ms, forward + backward")
     grid[0][0].legend(fontsize=7)
-    _save(figure, output)
+    save(figure, output)
 
 
 def plot_head(results: Sequence[HeadResult], output: Path) -> None:
-    plt = _pyplot()
+    plt = pyplot()
     figure, (time, memory) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
     labels = [f"{a.name}\n{r.width}/{r.teacher_width}" for r in results for a in r.arms]
     arms = [a for r in results for a in r.arms]
@@ -199,19 +261,7 @@ def plot_head(results: Sequence[HeadResult], output: Path) -> None:
     time.set_xlabel("ms, forward + backward")
     memory.set_xlabel("GB added")
     time.tick_params(labelsize=7)
-    _save(figure, output)
+    save(figure, output)
 
 
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(figure: Any, output: Path) -> None:
-    with whole(output) as partial:
-        figure.savefig(partial, dpi=150, format=output.suffix.lstrip(".") or "png")
-    _pyplot().close(figure)
+_PLOTS: dict[type, Any] = {ActorResult: plot_actor, HeadResult: plot_head, AttentionResult: plot_attention}

@@ -89,12 +89,9 @@ def build(config: RunConfig, student: str, teacher: str, device: torch.device) -
     return Learner(config, device, pi, adamw(pi, o.lr, 0.0), value, adamw(value, o.critic_lr, 0.0), pi_ref, pi_T, head)
 
 
-def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
+def one_update(learner: Any, batch: MiniBatch) -> Iterator[Stage]:
+    """`learner` is what `build` made: a Learner that has a reference, a critic and a teacher."""
     o, temperature = learner.config.optimise, 1.0
-    assert learner.reference is not None
-    assert learner.critic is not None
-    assert learner.teacher is not None
-    assert learner.head is not None
     found: dict[str, Any] = {}
 
     def stage(name: str, work: Callable[[], Any]) -> Stage:
@@ -130,7 +127,6 @@ def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
         ),
     )
     learner.actor_optimiser.zero_grad(set_to_none=True)
-    assert learner.critic_optimiser is not None
     yield stage("update critic", lambda: update_critic(learner.critic, learner.critic_optimiser, batch, terms, o))
     learner.critic_optimiser.zero_grad(set_to_none=True)
 

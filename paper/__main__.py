@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -77,8 +79,8 @@ def show_trained(
         None if seeds is None else tuple(numbers(seeds)),
     )
     wanted = dict.fromkeys((s, k) for one in shown.values() for k in one.horizons for s in one.systems)
-    from paper.shown import show
     from paper.suite import Work, make
+    from paper.trained import show
 
     parts = Work(suite, work, tuple(wanted), split, tuple(changed.items()))
     failed = {} if collect else make(parts)
@@ -89,16 +91,20 @@ def show_trained(
 
 
 def show_recorded(name: Name, file: Path, work: Path, output: Path, collect: bool) -> bool:
-    """False where packing turned out not to be exact."""
+    """Measure on a model's own trajectories. Return False where packing turned out not to be exact."""
+    from paper.page import Findings, provenance, reword, write_page
     from paper.settings import Recorded, load
 
     settings = load(Recorded, file)
-    from paper.recorded import collect_recorded, run_recorded
-
     if collect:
-        paths, passed = collect_recorded(name, settings, output), True
+        paths, passed = reword(name, settings, output), True
     else:
-        paths, passed = run_recorded(name, settings, work, output, track)
+        from benchmarks.timing import machine
+        from paper.trajectories import Subject
+
+        found: Findings = import_module(f"paper.{name}").findings(Subject(settings, work, track))
+        made = provenance([machine()], asdict(settings)) | {"passed": found.passed}
+        paths, passed = write_page(name, settings, made, found, output), found.passed
     for path in paths:
         print(path)
     return passed

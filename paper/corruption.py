@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.output import markdown_table, pyplot, save
 from memopd.verify.audit import Row, audit
-from paper.page import markdown_table
-from paper.plots import pyplot, save
-from paper.recorded import Findings, counts, sentence
-from paper.trajectories import Subject
+from paper.page import Findings
+from paper.trajectories import Subject, counts, sentence
 
 
-def measure(subject: Subject) -> Findings:
+def findings(subject: Subject) -> Findings:
     s = subject.settings
     episodes = subject.episodes(s.rules[0])
     found = audit(subject.model, episodes, name=s.model, progress=subject.progress)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.output import markdown_table, pyplot, save
 from memopd.verify.audit import domain
-from paper.page import markdown_table
-from paper.plots import pyplot, save
-from paper.recorded import Findings, counts, sentence
-from paper.trajectories import Subject
+from paper.page import Findings
+from paper.trajectories import Subject, counts, sentence
 
 
-def measure(subject: Subject) -> Findings:
+def findings(subject: Subject) -> Findings:
     s = subject.settings
     episodes = subject.episodes(s.rules[0])
     found, counted = domain(episodes), counts(episodes)

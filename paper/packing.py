@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.actor import ActorResult, run_actor
+from benchmarks.output import markdown_table
 from benchmarks.shapes import episodes_of
 from benchmarks.tables import load, plot_actor
 from benchmarks.timing import matmul_peak
 from memopd.types import Call, Episode
-from paper.page import markdown_table
-from paper.recorded import Findings
+from paper.page import Findings
 from paper.trajectories import Subject
 
 
-def measure(subject: Subject) -> Findings:
+def findings(subject: Subject) -> Findings:
     import torch
 
     s = subject.settings

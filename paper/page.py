@@ -1,26 +1,39 @@
-"""Files of an experiment: JSON for programs, Markdown for a reader, the paper's figures beside ours."""
+"""Files of an experiment: JSON for programs, Markdown for a reader with the paper's figures beside ours, a picture."""
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import memopd
+from benchmarks.output import markdown_table
+from memopd.cli.options import plain
 from memopd.files import whole
-from paper.settings import Paper
+from paper.settings import Recorded, Shown
+
+PAPER, REASON = "## The paper", "## Why ours differ"
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What an experiment has to say."""
+
+    numbers: dict[str, Any]
+    body: list[str]  # Markdown
+    draw: Callable[[Path], None]
+    passed: bool = True  # packing was exact
 
 
 def provenance(machines: Sequence[dict[str, str]], settings: dict[str, Any]) -> dict[str, Any]:
     """How the numbers came about."""
     return {
-        "command": shlex.join(["memopd", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "paper", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "memopd": memopd.__version__,
         "machines": list(machines),
@@ -28,38 +41,46 @@ def provenance(machines: Sequence[dict[str, str]], settings: dict[str, Any]) -> 
     }
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    with whole(path) as partial:
-        partial.write_text(json.dumps(_plain(content), indent=1, ensure_ascii=False) + "\n")
+def write_page(name: str, settings: Shown | Recorded, how: dict[str, Any], found: Findings, output: Path) -> list[Path]:
+    """Write OUTPUT/NAME.json, .md and .png; `how` is their provenance."""
+    numbers, page, picture = paths = [output / f"{name}{suffix}" for suffix in (".json", ".md", ".png")]
+    _write_json(numbers, how | {"experiment": name} | found.numbers | _words(settings))
+    where = "; ".join(", ".join(f"{k} {v}" for k, v in m.items()) for m in how["machines"]) or "not recorded"
+    parts = [
+        f"# {settings.title}",
+        f"`{how['command']}`, {how['date']}. Measured on: {where}.",
+        f"![]({name}.png)",
+        "" if found.passed else "**Packing was NOT equivalent to the calls run alone: see the JSON.**",
+        *found.body,
+    ]
+    if missing := found.numbers.get("missing"):
+        parts.append("Missing, and not in any number above: " + "; ".join(missing) + ".")
+    _write(page, [*parts, *_closing(settings)])
+    found.draw(picture)
+    return paths
 
 
-def write_markdown(
-    path: Path, title: str, made: dict[str, Any], body: Sequence[str], paper: Paper, differs: str
-) -> None:
-    where = "; ".join(", ".join(f"{k} {v}" for k, v in m.items()) for m in made["machines"]) or "not recorded"
-    parts = [f"# {title}", f"`{made['command']}`, {made['date']}. Measured on: {where}.", *body]
-    if made.get("missing"):
-        parts.append("Missing, and not in any number above: " + "; ".join(made["missing"]) + ".")
-    _write(path, [*parts, *_closing(paper, differs)])
-
-
-def reword(numbers: Path, page: Path, paper: Paper, differs: str) -> None:
-    """The paper's figures and the reason anew, under a table that was made before."""
+def reword(name: str, settings: Recorded, output: Path) -> list[Path]:
+    """Write the paper's figures and the reason anew, under a table that was made before. Measure nothing."""
+    numbers, page = paths = [output / f"{name}{suffix}" for suffix in (".json", ".md")]
     if not numbers.is_file() or not page.is_file():
         raise ValueError(f"{numbers}: there is nothing to show yet; run the experiment without --collect")
-    write_json(numbers, json.loads(numbers.read_text()) | paper_dict(paper, differs))
+    _write_json(numbers, json.loads(numbers.read_text()) | _words(settings))
     above = page.read_text()
     for heading in (PAPER, REASON):
         above = above.partition(f"\n{heading}\n")[0]
-    _write(page, [above.rstrip(), *_closing(paper, differs)])
+    _write(page, [above.rstrip(), *_closing(settings)])
+    return paths
 
 
-PAPER, REASON = "## The paper", "## Why ours differ"
-
-
-def _closing(paper: Paper, differs: str) -> list[str]:
+def _closing(settings: Shown | Recorded) -> list[str]:
+    paper, differs = settings.paper, settings.differs.strip()
     parts = [PAPER, paper.caption, markdown_table(paper.columns, paper.rows)] if paper.rows else []
-    return [*parts, REASON, differs.strip()] if differs.strip() else parts
+    return [*parts, REASON, differs] if differs else parts
+
+
+def _words(settings: Shown | Recorded) -> dict[str, Any]:
+    return {"paper": asdict(settings.paper), "differs": settings.differs.strip()}
 
 
 def _write(path: Path, parts: Sequence[str]) -> None:
@@ -67,20 +88,6 @@ def _write(path: Path, parts: Sequence[str]) -> None:
         partial.write_text("\n\n".join(part for part in parts if part) + "\n")
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    marks = ["---", *["---:"] * (len(columns) - 1)]
-    lines = [columns, marks, *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def paper_dict(paper: Paper, differs: str) -> dict[str, Any]:
-    return {"paper": asdict(paper), "differs": differs.strip()}
-
-
-def _plain(value: Any) -> Any:
-    """What was not measured is null, not NaN."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with whole(path) as partial:
+        partial.write_text(json.dumps(plain(content), indent=1, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Tables of the documents, made from the result files: `python paper/refresh.py` writes them anew.
+"""Tables of the documents, made from the result files: `python -m paper.refresh` writes them anew.
 
 A block in a document names the function that makes it:
 
@@ -16,14 +16,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.output import markdown_table
 from benchmarks.shapes import SHAPES
-from memopd.evaluate.summary import Estimate
+from memopd.evaluate.statistics import Estimate
 from memopd.evaluate.tables import shown
-from paper.page import markdown_table
-from paper.shown import sampled
+from paper.trained import sampled
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "paper" / "results"
+RESULTS, BENCHES = ROOT / "paper" / "results", ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made by paper/refresh\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -51,7 +51,7 @@ def state() -> str:
         f"{e['decisions']:,} sampled tokens, {e['dtype']}. Packing is {verdict} (error {e['error']:.1e}, tolerance "
         f"{e['tolerance']:.1e}), in 1 / {e['tokens'] / e['rows']:.2f} of the rows. In flattened states the teacher "
         f"changes {100 * (1 - after['top1']):.1f} % of its first choices after the first memory update. "
-        f"`{found['command']}`, {found['date']}; of your own calls, `memopd audit`."
+        f"`{command(found)}`, {found['date']}; of your own calls, `memopd audit`."
     )
 
 
@@ -157,7 +157,7 @@ def lists() -> str:
 def actor() -> str:
     """Speed of one update's forward and backward passes."""
     rows = []
-    for line in (RESULTS / "actor-h200.jsonl").read_text().splitlines():
+    for line in (BENCHES / "actor-h200.jsonl").read_text().splitlines():
         result = json.loads(line)
         if result["batch"] != 1:
             continue
@@ -193,8 +193,19 @@ def learning() -> str:
     columns = ["seed", "reward, first five updates", "last five", "gain", "divergence from the teacher"]
     return (
         f"{markdown_table(columns, rows)}\n\nTogether {found['gain']:+.2f} ± {found['standard_error']:.2f}. "
-        f"By {found['what']}. `{found['command']}`, {found['date']}, {found['machine']}."
+        f"By {found['what']}. `{command(found)}`, {found['date']}, {found['machine']}."
     )
+
+
+RENAMED = {"memopd experiment ": "python -m paper ", "tests/optimise/": "tests/train/"}
+
+
+def command(found: dict[str, Any]) -> str:
+    """The recorded command, in today's words: files keep the words of their day."""
+    text: str = found["command"]
+    for before, after in RENAMED.items():
+        text = text.replace(before, after)
+    return text
 
 
 def read(name: str) -> Any:
@@ -214,7 +225,9 @@ def refreshed(text: str) -> str:
 
 
 BLOCKS = {f.__name__: f for f in (state, quality, claims, remedies, temperatures, lists, actor, learning)}
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    p for folder in (".", "docs", "docs/guides", "paper", "benchmarks") for p in sorted((ROOT / folder).glob("*.md"))
+]
 
 if __name__ == "__main__":
     for document in DOCUMENTS:

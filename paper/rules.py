@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.output import markdown_table, pyplot, save
 from memopd.verify.equivalence import equivalence
-from paper.page import markdown_table
-from paper.plots import pyplot, save
-from paper.recorded import Findings, counts
-from paper.trajectories import Subject
+from paper.page import Findings
+from paper.trajectories import Subject, counts
 
 
-def measure(subject: Subject) -> Findings:
+def findings(subject: Subject) -> Findings:
     s = subject.settings
     found: dict[str, dict[str, Any]] = {}
     sampled = {rule: subject.episodes(rule) for rule in s.rules}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,19 @@ from paper.evaluation import fingerprint
 from paper.settings import Recorded
 
 SAMPLED_WITH = ("trajectories", "temperature", "max_tokens", "max_context", "batch", "seed", "dtype")
+
+
+def counts(episodes: Sequence[Episode]) -> dict[str, int]:
+    calls = [c for e in episodes for c in e.calls]
+    sampled = sum(len(c.completion) for c in calls if c.trainable)
+    return {"trajectories": len(episodes), "calls": len(calls), "sampled_tokens": sampled}
+
+
+def sentence(settings: Recorded, counted: dict[str, int]) -> str:
+    return (
+        f"{counted['trajectories']} trajectories of `{settings.model}`, {counted['calls']:,} calls, "
+        f"{counted['sampled_tokens']:,} sampled tokens; {settings.dtype}."
+    )
 
 
 @dataclass

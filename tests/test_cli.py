@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from memopd.record import read_episodes, write_episodes
 from memopd.types import Call, Episode
 from memopd.verify.families import tiny_model
 
+ROOT = Path(__file__).parent.parent
 MEMOPD = [sys.executable, "-m", "memopd.cli"]
 
 
@@ -64,19 +64,41 @@ def one_line(text: str) -> str:
 # ---- quick --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("arguments", [["--help"], ["audit", "--help"], ["draw", "--help"], ["import", "--help"]])
-def test_help_answers_at_once(arguments):
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        shown = memopd(*arguments)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert shown.returncode == 0
-    assert "Usage" in shown.stdout
-    assert shown.stderr == ""
-    assert min(seconds) <= 0.5
+HEAVY = ("torch", "transformers", "matplotlib", "pyarrow", "fastapi")  # a second or more, before anything is said
+IMPORTED = """
+import runpy, sys
+sys.argv = {arguments!r}
+try:
+    runpy.run_module({module!r}, run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+print("imported:", *({heavy!r} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+def imported(module: str, *arguments: str) -> tuple[str, str]:
+    """What `python -m MODULE ARGUMENTS` prints, and which heavy packages it imports for that."""
+    script = IMPORTED.format(module=module, arguments=[module, *arguments], heavy=set(HEAVY))
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr.removeprefix("imported:").strip()
+
+
+@pytest.mark.parametrize(
+    ("module", "verb"),
+    [
+        *(("memopd.cli", verb) for verb in ("", "audit", "draw", "import", "rollout", "train", "gateway")),
+        ("paper", ""),
+        *(("benchmarks", verb) for verb in ("", "actor", "show")),
+    ],
+)
+def test_help_imports_nothing_heavy(module, verb):
+    shown, heavy = imported(module, *verb.split(), "--help")
+    assert "Usage" in shown
+    assert heavy == ""
+
+
+def test_a_heavy_import_is_noticed():
+    assert imported("pyarrow.vendored.version")[1] == "pyarrow"
 
 
 @pytest.mark.parametrize("module", ["memopd", "memopd.cli", "memopd.types", "memopd.compile", "memopd.record"])

@@ -3,25 +3,27 @@
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 import typer
 
-from benchmarks.table import markdown
+from benchmarks import __main__ as benchmarks
+from benchmarks.output import markdown
 from benchmarks.tables import load, tables_of
 from memopd import cli
 from memopd.config import SECTIONS
-from memopd.evaluate.summary import Estimate
+from memopd.evaluate import Estimate
 from memopd.evaluate.tables import shown
-from paper import refresh
-from paper.shown import COLUMNS, DEPENDENCY
+from paper import __main__ as paper
+from paper import refresh, single, trained
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "paper" / "results"
 
 
-WRITTEN = [p for p in refresh.DOCUMENTS if RESULTS not in p.parents and p.name != "models.md"]  # by people
+WRITTEN = [p for p in refresh.DOCUMENTS if p.name != "models.md"]  # by people
 BENCHES = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 COMMAND = re.compile(r"\b(memopd [a-z]|make [a-z]|pytest |python |torchrun )")
 MEASURED = re.compile(r"\d\.\d|\d ?%|\d×|\de-?\d|\d (?:ms|s|MB|GB|GiB)\b")
@@ -45,7 +47,7 @@ def tables(text):
 def test_blocks_are_what_the_result_files_make(document):
     text = document.read_text()
     assert text.count("<!-- made by") == len(refresh.BLOCK.findall(text)), "a block is not closed, or misspelt"
-    assert refresh.refreshed(text) == text, "run `python paper/refresh.py`"
+    assert refresh.refreshed(text) == text, "run `python -m paper.refresh`"
 
 
 def test_the_readme_has_no_number_of_its_own():
@@ -115,7 +117,7 @@ TRAINED = [name for name in ("main", "single", "control") if (RESULTS / f"{name}
 
 def rows_of(result, name):
     """What the page's table must say of one system and one number of questions."""
-    columns = (*COLUMNS[:3], DEPENDENCY, COLUMNS[3]) if name == "single" else COLUMNS
+    columns = single.COLUMNS if name == "single" else trained.COLUMNS
     values = [(result["metrics"][metric], unit, digits) for _, metric, unit, digits in columns]
     return " | ".join(shown(v and Estimate(**v), unit, digits) for v, unit, digits in values)
 
@@ -198,39 +200,102 @@ def test_pages_of_recorded_trajectories_say_what_their_json_says(name):
     assert made["passed"] == ("NOT equivalent" not in page)
 
 
-# ---- links
+# ---- links, files and commands
 
 
-def test_links_lead_somewhere():
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "models").rglob("*.md")]:
-        text = document.read_text()
-        targets = [t.split(")")[0] for t in text.split("](")[1:]] + re.findall(r'src="([^"]+)"', text)
-        for target in targets:
-            assert target.startswith("http") or (document.parent / target.partition("#")[0]).exists(), (
-                document.name,
-                target,
-            )
+EVERYWHERE = [
+    *refresh.DOCUMENTS,
+    *(p for folder in ("paper/results", "models", "tests", "examples") for p in (ROOT / folder).rglob("*.md")),
+]
+LINK = re.compile(r'\]\(([^()\s]+)\)|src="([^"]+)"')
+FOLDERS = "src|tests|docs|paper|benchmarks|examples|configs"
+FILE = re.compile(rf"(?:`|(?<![\w/])(?=(?:{FOLDERS})/))([\w./-]+/[\w./-]*\.(?:py|toml|sh|md|json|txt))\b(?!/)")
 
 
-# ---- commands
+def anchors(text):
+    """What a link to a heading of this document may end in."""
+    headings = re.findall(r"(?m)^#+ (.*)$", text)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(text, folder):
+    broken = []
+    for target in (a or b for a, b in LINK.findall(text)):
+        if target.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = target.partition("#")
+        there = not name or (folder / name).exists()
+        if not there or (anchor and anchor not in anchors((folder / name).read_text() if name else text)):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("document", EVERYWHERE, ids=named)
+def test_links_lead_somewhere(document):
+    assert broken_links(document.read_text(), document.parent) == []
+
+
+def test_a_broken_link_is_noticed():
+    text = "# A heading, with `code`\n[a](README.md) [b](nowhere.md)\n[c](#a-heading-with-code) [d](#nowhere)\n"
+    text += '<img src="docs/report.png"> <img src="docs/nothing.png"> ![e](https://example.org/x.png)'
+    assert broken_links(text, ROOT) == ["nowhere.md", "#nowhere", "docs/nothing.png"]
+
+
+def missing_files(text, folder):
+    """Files of ours that are named, but are not there. A run's files (RUN/...) are not ours."""
+    roots = (ROOT, ROOT / "src" / "memopd", folder)
+    ours = [name for name in FILE.findall(text) if name == name.lower() and not name.startswith("runs/")]
+    return [name for name in ours if not any((root / name).exists() for root in roots)]
+
+
+@pytest.mark.parametrize("document", [p for p in WRITTEN if p.name != "CHANGELOG.md"], ids=named)
+def test_files_named_in_documents_exist(document):
+    assert missing_files(document.read_text(), document.parent) == []
+
+
+def test_a_missing_file_is_noticed():
+    text = "`compile/trie.py` `paper/plan.md` `compile/tire.py` `RUN/config.json` `runs/a/config.json` x/y.py\n"
+    text += "    pytest tests/train/test_losses.py tests/train/test_gains.py::test_one"
+    assert missing_files(text, ROOT) == ["compile/tire.py", "tests/train/test_gains.py"]
+
+
+def test_the_layers_are_those_of_the_import_contract():
+    """In its order: the architecture's list of folders, from `cli` down."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contracts if c.get("containers") == ["memopd"])
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.search(r"\n\n    cli\n(?:    [\w.]+\n)+", text).group().split()
+    assert [name.removesuffix(".py") for name in listed if name.removesuffix(".py") in layers] == layers
+
+
+PROGRAMS = {"memopd": cli.app, "python -m paper": paper.app, "python -m benchmarks": benchmarks.app}
 
 
 def commands(text):
-    """Every `memopd ...` of a document or a script: in code blocks, between backticks, continued lines joined."""
+    """Every command of ours in a document or a script: in code blocks, between backticks, continued lines joined."""
     text = re.sub(r"\\\n\s*", " ", text)
-    lines = re.findall(r"(?m)^(?:    +|do_ |test .*\|\| do_ |#   +)(?:\w+=\S+ )*((?:memopd|torchrun) .*)$", text)
-    return [line for line in lines + re.findall(r"`(memopd [^`\n]+)`", text) if "..." not in line]
+    ours = "|".join([*PROGRAMS, "torchrun"])
+    lines = re.findall(rf"(?m)^(?:    +|do_ |test .*\|\| do_ |#   +)(?:\w+=\S+ )*((?:{ours}) .*)$", text)
+    return [
+        line
+        for line in lines + re.findall(rf"`((?:{ours}) [^`\n]+)`", text)
+        if "..." not in line and " NAME" not in line
+    ]
 
 
 def unknown(line):
-    """The first word of a command that `memopd` does not know; None where all is well."""
-    command = typer.main.get_command(cli.app)
-    words = shlex.split(re.sub(r"^torchrun .*? -m memopd\.cli", "memopd", line), comments=True)[1:]
+    """The first word that a command does not know; None where all is well."""
+    line = re.sub(r"^torchrun .*? -m memopd\.cli", "memopd", line)
+    program = next(name for name in PROGRAMS if line.startswith(f"{name} "))
+    command = typer.main.get_command(PROGRAMS[program])
+    words = shlex.split(line.removeprefix(program).partition(" > ")[0], comments=True)
     while words and hasattr(command, "commands"):
         name = words.pop(0)
         if name not in command.commands:
             return name
         command = command.commands[name]
+    if program == "python -m paper" and not words[0].startswith("-") and words[0] not in list(paper.Name):
+        return words[0]
     options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
     for word in words:
         if word == "--":
@@ -247,8 +312,9 @@ def unknown(line):
     return None
 
 
-SCRIPTS = [*(ROOT / "examples").glob("*.sh"), *(ROOT / "configs").rglob("*.toml")]
-PLACES = [*WRITTEN, *(ROOT / "models").rglob("*.md"), *SCRIPTS]
+SETTINGS = [p for folder in ("configs", "paper/configs") for p in (ROOT / folder).rglob("*.toml")]
+SCRIPTS = [*(ROOT / "examples").glob("*.sh"), ROOT / "paper" / "student.sh", *SETTINGS]
+PLACES = [*(p for p in WRITTEN if p.name != "CHANGELOG.md"), *(ROOT / "models").rglob("*.md"), *SCRIPTS]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=named)
@@ -259,9 +325,21 @@ def test_commands_in_documents_exist(place):
 
 def test_commands_are_found_and_wrong_ones_noticed():
     found = [line for place in PLACES for line in commands(place.read_text())]
+    assert all(sum(line.startswith(program) for line in found) > 5 for program in PROGRAMS)
     assert len(found) > 60
     assert unknown("memopd train c.toml --output r --optimise.lr 1e-3 --teacher-state none") is None
     assert unknown("memopd train c.toml --optimise.rate 1e-3") == "--optimise.rate"
     assert unknown("memopd rollout t.parquet --modle m") == "--modle"
     assert unknown("memopd fly") == "fly"
+    assert unknown("memopd experiment main") == "experiment"
     assert unknown("torchrun --nproc-per-node 2 -m memopd.cli trian c.toml") == "trian"
+    assert unknown("python -m paper main control --collect") is None
+    assert unknown("python -m paper mian") == "mian"
+    assert unknown("python -m benchmarks actor --json > results/actor.jsonl") is None
+    assert unknown("python -m benchmarks actor --batch 2") == "--batch"
+
+
+def test_recorded_commands_are_shown_in_todays_words():
+    """Result files keep the words of their day."""
+    assert refresh.command({"command": "memopd experiment state domain"}) == "python -m paper state domain"
+    assert refresh.command({"command": "python -m paper rules"}) == "python -m paper rules"

@@ -1,7 +1,5 @@
 """What a response means, for every way to get it wrong."""
 
-import time
-
 import pytest
 
 from memopd.agent.protocol import (
@@ -50,15 +48,29 @@ def test_on_the_last_turn_only_an_answer_counts():
     assert read_action("<search>q</search><answer>x</answer>", last=True) == Action(ANSWER, "x")
 
 
-@pytest.mark.alone
+class Searched(str):
+    """A text that counts the characters in which something was looked for."""
+
+    characters = 0
+
+    def find(self, what, start=0, end=None):
+        Searched.characters += len(range(*slice(start, end).indices(len(self))))
+        return super().find(what, start, end)
+
+    def rfind(self, what, start=0, end=None):
+        Searched.characters += len(range(*slice(start, end).indices(len(self))))
+        return super().rfind(what, start, end)
+
+
 @pytest.mark.parametrize("flood", ["<search>", "<search>a</search", "<answer>x;", "x"])
-def test_ten_megabytes_take_no_time(flood):
-    text = flood * (10_000_000 // len(flood))
-    begin = time.process_time()
-    assert read_action(text) == Action(NONE)
-    assert read_action(text + "</search>").kind is (SEARCH if "<search>" in flood else NONE)
-    summary_of(text)
-    assert time.process_time() - begin < 2
+def test_a_flood_is_read_a_few_times_and_no_more(flood):
+    """However many tags are left open: six searches at the most, where a search for every tag would be thousands."""
+    text = flood * (100_000 // len(flood))
+    for one, kind in ((text, NONE), (text + "</search>", SEARCH if "<search>" in flood else NONE)):
+        Searched.characters = 0
+        assert read_action(Searched(one)).kind is kind
+        summary_of(Searched(one))
+        assert len(one) <= Searched.characters <= 6 * len(one)
 
 
 def test_a_query_is_cut():

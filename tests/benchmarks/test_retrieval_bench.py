@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from benchmarks.retrieval import run_retrieval, write_synthetic
-from benchmarks.retrieval_passages import synthetic_passages
+from benchmarks.corpus import synthetic_passages, write_synthetic
+from benchmarks.retrieval import run_retrieval
 from memopd.retrieval import read_corpus
 
 

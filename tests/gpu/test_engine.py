@@ -14,7 +14,7 @@ from memopd.types import Call, Sampling
 from memopd.verify.equivalence import MORE_PRECISE, alone_states, at_precision, sampled_tokens
 from memopd.verify.families import FAMILIES, VOCABULARY, tiny_model
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CUDA = torch.device("cuda")
 

@@ -13,7 +13,7 @@ from memopd.verify import equivalence, gradient_equivalence
 from memopd.verify.families import FAMILIES, tiny_model
 from memopd.verify.models import example_calls
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CUDA = torch.device("cuda")
 HEADS, KV_HEADS, DIM = 16, 2, 128

@@ -9,13 +9,10 @@ from memopd.compile import compile_calls
 from memopd.score import call_states, decision_states, head_of, vocabulary_scores
 
 MEMORY = 70 * 2**30  # float32 weights and three sets of gradients
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < MEMORY,
-        reason="needs a large GPU",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < MEMORY,
+    reason="needs a large GPU",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -69,7 +69,7 @@ run_jobs([Job("a", lambda: ["sh", "-c", "echo $$ > {pid}; exec sleep 60"], lambd
 @pytest.mark.skipif(sys.platform != "linux", reason="a process is told of its parent's end on Linux alone")
 def test_children_end_with_a_killed_parent(tmp_path):
     pid = tmp_path / "pid"
-    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(pid=pid)])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(pid=pid)], cwd=Path(__file__).parents[2])
     child = 0
     while not child:
         time.sleep(0.02)

@@ -17,6 +17,7 @@ from memopd.retrieval import open_index
 from memopd.tasks.files import read_tasks
 from memopd.types import Sampling
 from memopd.world.oracle import Oracle
+from paper.__main__ import app
 from paper.trajectories import Subject
 
 CONFIG = """
@@ -52,9 +53,9 @@ def run(tmp_path, monkeypatch):
         folders = ["--config", tmp_path / "config.toml", "--work", tmp_path / "work", "--output", tmp_path / "out"]
         said = io.StringIO()
         with redirect_stdout(said), redirect_stderr(said):
-            monkeypatch.setattr(sys, "argv", ["memopd", "experiment", name, *map(str, folders), *options])
+            monkeypatch.setattr(sys, "argv", ["paper", name, *map(str, folders), *options])
             with pytest.raises(SystemExit) as left:
-                cli.main()
+                cli.run(app)
         assert not left.value.code, said.getvalue()
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
         text = (tmp_path / "out" / f"{name}.md").read_text()

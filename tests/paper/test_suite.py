@@ -19,6 +19,8 @@ from paper.jobs import run_jobs
 from paper.settings import Suite, load
 from paper.suite import Work, sole
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def work(tmp_path):
@@ -133,14 +135,14 @@ def test_killed_at_any_moment_the_command_goes_on(tmp_path):
         lambda: any(work.glob("q2/*/model/config.json")),
         lambda: any(work.glob("evaluations/test/*.json")),
     ):
-        process = subprocess.Popen(line, env=environment)
+        process = subprocess.Popen(line, cwd=ROOT, env=environment)
         while not until():
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
     kept = {f: f.stat().st_mtime_ns for f in work.glob("evaluations/test/*.json")}
-    subprocess.run(line, env=environment, check=True)
+    subprocess.run(line, cwd=ROOT, env=environment, check=True)
     assert kept
     assert all(f.stat().st_mtime_ns == when for f, when in kept.items())
     made = json.loads((results / "main.json").read_text())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ties import WORDS, tied_passages, tied_queries
 
-from benchmarks.retrieval import write_synthetic
+from benchmarks.corpus import write_synthetic
 from memopd.retrieval import Passage, build_index, lexical, open_index, write_corpus
 
 

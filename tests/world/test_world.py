@@ -1,7 +1,6 @@
 import hashlib
 import json
 import re
-import time
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -452,9 +451,7 @@ def test_every_query_finds_its_passage_in_other_worlds(seed, distractors, tmp_pa
 
 @pytest.mark.slow
 def test_a_hundred_thousand_passages(tmp_path):
-    started = time.monotonic()
     made = make_world(100_000, seed=0)
-    assert time.monotonic() - started < 60
     assert len({p.title for p in made.passages}) == 100_000
     assert {split: len(qs) for split, qs in made.questions.items()} == {"train": 120_000, "dev": 15_000, "test": 15_000}
     assert not _lost(made, tmp_path)

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 from small import write_result
+from typer.testing import CliRunner
 
+from paper.__main__ import app
 from paper.evaluation import Part, measured_with
 from paper.settings import Shown, Suite
-from paper.shown import show
 from paper.suite import Work
+from paper.trained import show
 
 SYSTEMS = ("student-mem1", "ppo", "memopd")
 SHOWN = Shown(
@@ -96,6 +98,28 @@ def test_single_has_dependency_and_control_has_curves(work, tmp_path):
     curves = read(tmp_path, "control")[0]["curves"]
     assert curves["ppo"]["1"]["reward"] == [[1, 0.0], [2, 0.1], [3, 0.2]]
     assert curves["ppo"]["1"]["dev_em"] == [[3, 0.5]]
+
+
+COLLECTED = """
+title = "Two systems"
+suite = "{folder}/suite.toml"
+systems = ["student-mem1", "ppo", "memopd"]
+compare = [["memopd", "ppo"]]
+"""
+
+
+def test_the_command_makes_tables_of_what_is_there(work, tmp_path):
+    (tmp_path / "suite.toml").write_text("arms = ['ppo', 'memopd']\nseeds = [0, 1]\n")
+    (tmp_path / "main.toml").write_text(COLLECTED.format(folder=tmp_path))
+    places = ["--config", tmp_path / "main.toml", "--work", work.folder, "--output", tmp_path / "out"]
+    done = CliRunner().invoke(app, ["main", *map(str, places), "--collect"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert done.stdout.split() == [str(tmp_path / "out" / f"main{suffix}") for suffix in (".json", ".md", ".png")]
+    made, text = read(tmp_path / "out")
+    assert "| MemOPD − PPO | Q2 F1 | +0.500 | +40.0 % | 2 of 2 |" in text
+    assert made["command"].startswith("python -m paper ")
+    two = CliRunner().invoke(app, ["main", "single", *map(str, places)])
+    assert "--config is of one experiment" in str(two.exception)
 
 
 def test_what_is_missing_is_said_and_left_out(work, tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.retrieval import write_synthetic
+from benchmarks.corpus import write_synthetic
 from memopd.retrieval import build_index, open_index
 
 

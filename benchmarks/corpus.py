@@ -1,19 +1,53 @@
-"""Passages and queries in any number, with word frequencies like those of an encyclopedia."""
+"""A corpus to search: synthetic passages in any number, with word frequencies like those of an encyclopedia, and
+queries about them; or your own questions."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from memopd.retrieval import Passage
+from memopd.retrieval import Passage, write_corpus
 
 _WORDS = 1_000_000
 _SHIFT = 15  # Zipf–Mandelbrot: ranks 1, 5 and 25 stand in 31, 25 and 13 % of passages; of real ones in 41, 22 and 12 %
 _LENGTH = 60  # words that count; 40 stop words make it wiki-18's 100
 _TITLE = 2
 _BATCH = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A query, and the passages that hold its answer, where known."""
+
+    query: str
+    wanted: frozenset[str] = frozenset()
+
+
+def write_synthetic(path: Path, passages: int, queries: int) -> list[Asked]:
+    """The corpus to `path`; queries about passages all over it."""
+    rng = np.random.default_rng(1)
+    asked: list[Asked] = []
+
+    def noting() -> Iterator[Passage]:
+        for i, passage in enumerate(synthetic_passages(passages)):
+            if i * queries // passages >= len(asked):
+                asked.append(Asked(query_about(passage, rng), frozenset([passage.id])))
+            yield passage
+
+    write_corpus(path, noting())
+    return asked
+
+
+def read_questions(path: Path) -> list[Asked]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        rows = [json.loads(line) for line in file]
+    return [Asked(row["question"], frozenset(row["metadata"]["supporting_ids"])) for row in rows]
 
 
 def synthetic_passages(count: int, seed: int = 0) -> Iterator[Passage]:

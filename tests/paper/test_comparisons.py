@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from paper.paired import paired_test, student_quantile, student_tail
+from paper.comparisons import paired_test, student_quantile, student_tail
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""How results are written and shown: JSON lines, tables for a terminal and for a document, pictures. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from memopd.files import whole
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that a benchmark wrote with --json."""
+    lines = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            values = json.loads(line, parse_constant=lambda _: float("nan"))
+            if not isinstance(values, dict):
+                raise TypeError(f"{type(values).__name__}, not an object")
+        except (TypeError, ValueError) as why:
+            raise ValueError(f"{path}: line {number}: not a result of python -m benchmarks ({why!r})") from None
+        lines.append(values)
+    return lines
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table for a terminal. The first column is on the left, numbers are on the right."""
+    made = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        made.add_row(*(str(cell) for cell in row))
+    return made
+
+
+def cell(value: float, form: str = "{:.1f}", unit: float = 1.0) -> str:
+    """A number, or a dash where nothing was measured (NaN)."""
+    return "–" if value != value else form.format(value / unit)
+
+
+def markdown(made: Table) -> str:
+    """The same table for a document, under its title."""
+    rows = zip(*(column.cells for column in made.columns), strict=True)
+    return f"{made.title}\n\n{markdown_table([str(column.header) for column in made.columns], list(rows))}"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    marks = ["---", *["---:"] * (len(columns) - 1)]
+    lines = [columns, marks, *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def pyplot() -> Any:
+    """matplotlib for files: it opens no window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save(figure: Any, output: Path) -> None:
+    with whole(output) as partial:
+        figure.savefig(partial, dpi=150, format=output.suffix.lstrip(".") or "png")
+    pyplot().close(figure)

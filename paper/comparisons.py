@@ -1,0 +1,143 @@
+"""Two systems against each other: over seeds, does one lead in every pair; over tasks, is the difference sure?
+
+Five seeds are few: the exact test can never say less than 2 / 2⁵ = 0.0625, so Student's test stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.output import markdown_table
+from memopd.evaluate import Measures, compare
+from memopd.evaluate.summary import Metric, by_task
+from paper.settings import ARMS
+
+COMPARED: tuple[Metric, ...] = ("em", "f1")
+Runs = dict[int, list[Measures]]  # seed -> tasks
+
+
+def compared(of_a: tuple[str, Runs], of_b: tuple[str, Runs], k: int) -> list[dict[str, Any]]:
+    """a - b on the seeds that both have. A system that has one run is compared with every seed."""
+    (a, mine), (b, theirs) = of_a, of_b
+    if b not in ARMS and theirs.keys() == {0}:
+        theirs = dict.fromkeys(mine, theirs[0])
+    seeds = sorted(mine.keys() & theirs.keys())
+    if not seeds:
+        return []
+    lines = []
+    for metric in COMPARED:
+        means = [(mean_of(mine[s], metric), mean_of(theirs[s], metric)) for s in seeds]
+        mean_a, mean_b = (sum(pair[i] for pair in means) / len(seeds) for i in (0, 1))
+        tasks = compare([m for s in seeds for m in mine[s]], [m for s in seeds for m in theirs[s]], metric)
+        lines.append(
+            {
+                "a": a, "b": b, "k": k, "metric": metric, "seeds": seeds,
+                "difference": mean_a - mean_b, "relative": (mean_a / mean_b - 1) if mean_b else None,
+                "over_tasks": asdict(tasks), "over_seeds": asdict(paired_test([x - y for x, y in means])),
+            }
+        )  # fmt: skip
+    return lines
+
+
+def mean_of(measures: Sequence[Measures], metric: Metric) -> float:
+    values = by_task(measures, metric)
+    assert values is not None  # EM and F1 always are
+    return sum(values.values()) / len(values)
+
+
+def comparison_table(lines: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for c in lines:
+        seeds, tasks = c["over_seeds"], c["over_tasks"]
+        interval = "–" if seeds["low"] is None else f"{seeds['low']:+.3f} to {seeds['high']:+.3f}"
+        student = "–" if seeds["p"] is None else f"{seeds['p']:.4f}"
+        relative = "–" if c["relative"] is None else f"{100 * c['relative']:+.1f} %"
+        rows.append([
+            f"{c['a']} − {c['b']}", f"Q{c['k']} {c['metric'].upper()}", f"{c['difference']:+.3f}", relative,
+            f"{seeds['ahead']} of {len(c['seeds'])}", interval, student, f"{seeds['p_signs']:.4f}",
+            f"{tasks['low']:+.3f} to {tasks['high']:+.3f}", f"{tasks['p']:.4f}",
+        ])  # fmt: skip
+    heads = ["systems", "measure", "difference", "relative", "seeds ahead", "95 % over seeds", "p, Student",
+             "p, exact signs", "95 % over tasks", "p, bootstrap"]  # fmt: skip
+    return markdown_table(heads, rows)
+
+
+def comparison_caption(lines: Sequence[dict[str, Any]]) -> str:
+    seeds = max(len(c["seeds"]) for c in lines)
+    return (
+        "Seeds are paired: same initialisation, same order of the data, same sampling seeds in evaluation. Over seeds: "
+        f"Student's paired test and the exact test of signs, which with {seeds} seeds cannot say less than "
+        f"{2 / 2**seeds:.4g}. Against a system that has one run they leave out how that run would scatter. Over tasks: "
+        "paired bootstrap, each task's score averaged over the seeds. All tests are two-sided."
+    )
+
+
+# ---- the paired tests: pure functions of numbers ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Of the differences a - b, one a seed."""
+
+    differences: tuple[float, ...]
+    mean: float
+    low: float | None  # 95 % interval of the mean, by Student's t; None where the differences have no spread
+    high: float | None
+    p: float | None  # two-sided, Student's paired test; None likewise
+    p_signs: float  # two-sided, exact: all 2ⁿ ways to swap the names of a pair
+    ahead: int  # seeds in which a leads
+
+
+def paired_test(differences: Sequence[float]) -> Paired:
+    """
+    >>> paired_test([1, 2, 3, 4, 5]).p_signs  # 2 of 32
+    0.0625
+    """
+    d = np.asarray(differences, np.float64)
+    if not len(d):
+        raise ValueError("there are no pairs to compare")
+    n, mean = len(d), float(d.mean())
+    low = high = p = None
+    error = float(d.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    if error > 1e-12 * abs(mean):  # equal differences, up to rounding, say nothing of how they would scatter
+        half = student_quantile(0.975, n - 1) * error
+        low, high, p = mean - half, mean + half, 2 * student_tail(abs(mean) / error, n - 1)
+    return Paired(tuple(d.tolist()), mean, low, high, p, _sign_flips(d), int((d > 0).sum()))
+
+
+def _sign_flips(d: np.ndarray) -> float:
+    signs = np.array(list(product((1, -1), repeat=len(d))))
+    sums = np.abs(signs @ d)
+    return float((sums >= abs(d.sum()) * (1 - 1e-12)).mean())
+
+
+def student_tail(t: float, freedom: int) -> float:
+    """P(T > t) for t ≥ 0 and whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4).
+
+    >>> round(student_tail(2.776445, 4), 6)
+    0.025
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    term = cosine if freedom % 2 else 1.0
+    total = term if freedom > 1 else 0.0
+    for i in range(3 if freedom % 2 else 2, freedom - 1, 2):
+        term *= cosine**2 * (i - 1) / i
+        total += term
+    inside = 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
+    return max(0.0, (1 - inside) / 2)
+
+
+def student_quantile(level: float, freedom: int) -> float:
+    """The t with P(T ≤ t) = level, for levels above one half; by bisection."""
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tail(middle, freedom) > 1 - level else (low, middle)
+    return (low + high) / 2
