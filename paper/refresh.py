@@ -27,6 +27,32 @@ RESULTS, BENCHES = ROOT / "paper" / "results", ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made by paper/refresh\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+def summary() -> str:
+    """README's one table: a line per question that MemOPD answers."""
+    rows = {row["representation"]: row for row in read("state")["representations"]}
+    flat, packed = rows["persistent history"], rows["reconstructed packing"]
+    f1 = {r["system"]: r["metrics"]["f1"]["mean"] for r in read("control")["results"] if r["k"] == 2}
+    lines = map(json.loads, (BENCHES / "actor-h200.jsonl").read_text().splitlines())
+    actors = {
+        r["shape"]: next(a for a in r["arms"] if a["name"] == "packed, cascade") for r in lines if r["batch"] == 1
+    }
+    speed = ", ".join(f"{a['speedup']:.2f}× on {name.upper()}" for name, a in actors.items())
+    memory = ", ".join(f"{a['memory']:.2f}" for a in actors.values())
+    return markdown_table(
+        ["Question", "Measured"],
+        [
+            ["How wrong is a flattened history?",
+             f"PPO would clip {100 * flat['false_clip']:.1f} % of the sampled tokens although nothing changed; "
+             f"packed, {100 * packed['false_clip']:.1f} %"],
+            ["Does it matter for learning? F1 on two questions",
+             f"student {f1['SFT']:.2f}; + PPO {f1['PPO']:.2f}; + teacher in flattened states {f1['persistent OPD']:.2f}; "
+             f"**+ teacher in exact states {f1['MemOPD']:.2f}**"],
+            ["How fast? Forward + backward, Qwen2.5-3B's shape, one H200, against the best arm with a row per call",
+             f"**{speed}**; memory {memory} of that arm's"],
+        ],
+    )  # fmt: skip
+
+
 def state() -> str:
     """Table 3: the same sampled tokens, flattened and packed, against the calls run alone."""
     found = read("state")
@@ -224,7 +250,7 @@ def refreshed(text: str) -> str:
     return BLOCK.sub(made, text)
 
 
-BLOCKS = {f.__name__: f for f in (state, quality, claims, remedies, temperatures, lists, actor, learning)}
+BLOCKS = {f.__name__: f for f in (summary, state, quality, claims, remedies, temperatures, lists, actor, learning)}
 DOCUMENTS = [
     p for folder in (".", "docs", "docs/guides", "paper", "benchmarks") for p in sorted((ROOT / folder).glob("*.md"))
 ]
