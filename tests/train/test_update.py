@@ -36,7 +36,7 @@ def one_update(config: RunConfig, empty_mask: bool = False):
     scored, guides = score_batches(learner, batches, decode)
     if empty_mask:
         guides = [replace(g, mask=torch.zeros_like(g.mask)) for g in guides]
-    terms, summary = make_terms(batches, scored, config.optimise)
+    terms, summary = make_terms(batches, scored, learner.algorithm)
     return learner, summary | update(learner, batches, terms, guides, step=0)
 
 
@@ -73,8 +73,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing():
     for state in ("aligned", "persistent"):
         learner, batch, guide = guided(configured(**student, **{"teacher.state": state}))
         for work in batch.work:
-            theirs = (guide.head, guide.states[int(work.place[0])])
-            divergence = learner.student(work.packed, 1.0, *theirs)[2]
+            divergence = learner.student(work.packed, 1.0, guide.target(work))[2]
             assert bool((divergence == 0).all()) == (state == "aligned")  # a flattened history is another state
             divergence.sum().backward()
         norms[state] = torch.nn.utils.get_total_norm([w.grad for w in weights(learner).values()])
@@ -102,7 +101,7 @@ def test_the_first_ratio_error_can_be_seen():
     learner = build(config, CPU)
     batches = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
     scored, guides = score_batches(learner, batches, decode)
-    terms, _ = make_terms(batches, scored, config.optimise)
+    terms, _ = make_terms(batches, scored, learner.algorithm)
     terms[0].logp_old[5] += 0.1
     assert update(learner, batches, terms, guides, step=0)["first_ratio_error"] == pytest.approx(1 - np.exp(-0.1))
 
@@ -173,7 +172,7 @@ def test_the_loss_is_the_equation():
     o, learner = config.optimise, build(config, CPU)
     batches = compile_batches(recorded(episodes=8), o, 0, 0)
     scored, guides = score_batches(learner, batches, decode)
-    terms, _ = make_terms(batches, scored, o)
+    terms, _ = make_terms(batches, scored, learner.algorithm)
     (batch,), (known,), (guide,) = batches, terms, guides
     known = replace(known, logp_old=known.logp_old + 0.3 * torch.randn(len(batch)))  # some ratios are clipped
     guide = replace(guide, mask=torch.rand(len(batch)) < 0.5)
@@ -194,10 +193,9 @@ def test_the_loss_is_the_equation():
         def step(self, closure=None):
             taken.update({n: w.grad.clone() for n, w in weights(learner).items()})
 
-    o = replace(o, max_grad_norm=1e9)
-    measured = update_actor(
-        learner.student, Taken(learner.student.parameters()), batch, known, o, 1.0, guide, config.teacher.weight
-    )
+    config = replace(config, optimise=replace(o, max_grad_norm=1e9))
+    learner = replace(learner, config=config, actor_optimiser=Taken(learner.student.parameters()))
+    measured = update_actor(learner, batch, known, guide)
     assert measured["loss_ppo"] == pytest.approx(ppo.item(), rel=1e-4)
     assert 0 < measured["clip_fraction"] < 1
     for (name, got), want in zip(taken.items(), expected, strict=True):
@@ -212,11 +210,11 @@ def test_group_advantages_leave_penalties_out_of_the_comparison():
     batches = compile_batches(episodes, config.optimise, 0, 0)
     scored, _ = score_batches(learner, batches, decode)
     scored = [replace(s, logp_ref=s.logp_ref - 0.5) for s in scored]
-    terms, summary = make_terms(batches, scored, config.optimise)
+    terms, summary = make_terms(batches, scored, learner.algorithm)
     assert terms[0].advantage.tolist() == pytest.approx([-0.005] * len(batches[0]))
     assert "explained_variance" not in summary
     varied = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
-    terms, _ = make_terms(varied, scored, config.optimise)
+    terms, _ = make_terms(varied, scored, learner.algorithm)
     assert terms[0].advantage.abs().max() > 0.5
 
 
