@@ -51,7 +51,9 @@ def test_jsd():
 def test_the_ends_of_jsd():
     """Divided by β it tends to the forward KL, divided by 1 − β to the reverse one; the ends are these limits."""
     other = torch.tensor([[0.125, 0.75, 0.125]], dtype=torch.float64).log()
-    assert value(partial(jsd, beta=1e-6), teacher=other) / 1e-6 == pytest.approx(value(forward_kl, teacher=other), rel=1e-4)
+    assert value(partial(jsd, beta=1e-6), teacher=other) / 1e-6 == pytest.approx(
+        value(forward_kl, teacher=other), rel=1e-4
+    )
     assert value(partial(jsd, beta=1 - 1e-6), teacher=other) / 1e-6 == pytest.approx(
         value(reverse_kl, teacher=other), rel=1e-4
     )
@@ -116,9 +118,7 @@ PLAIN = {
 @given(seed=st.integers(0, 2**31), width=st.integers(4, 12), sharpness=st.sampled_from([0.1, 1.0, 5.0]))
 def test_values_and_gradients_are_those_of_the_definition(name, seed, width, sharpness):
     generator = torch.Generator().manual_seed(seed)
-    student, teacher = (
-        torch.randn(5, width, generator=generator, dtype=torch.float64) * sharpness for _ in range(2)
-    )
+    student, teacher = (torch.randn(5, width, generator=generator, dtype=torch.float64) * sharpness for _ in range(2))
     student.requires_grad_()
     upstream = torch.randn(5, generator=generator, dtype=torch.float64)
     found, wanted = divergence_of(name)(student, teacher), PLAIN[name](student.softmax(-1), teacher.softmax(-1))

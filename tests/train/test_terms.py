@@ -117,7 +117,10 @@ class Returns:
     [
         (Returns(torch.zeros(5)), "credit of Returns must return memopd.train.algorithms.Credit, got Tensor"),
         (Returns(Credit(torch.zeros(2))), r"must give one advantage per sampled token, shape \[5\], got \[2\]"),
-        (Returns(Credit(torch.zeros(5), torch.zeros(5, 1))), r"one target per sampled token, shape \[5\], got \[5, 1\]"),
+        (
+            Returns(Credit(torch.zeros(5), torch.zeros(5, 1))),
+            r"one target per sampled token, shape \[5\], got \[5, 1\]",
+        ),
         (Returns(Credit(torch.zeros(5)), needs_critic=True), "must give the critic's targets"),
     ],
 )
