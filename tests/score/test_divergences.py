@@ -1,14 +1,16 @@
 """Divergences against numbers worked out by hand, and their gradients against autograd of the plain definitions."""
 
 import math
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopd.score import Head, Target, divergence_of, vocabulary_scores
+from memopd.score import Head, Target, divergence_of, vocabulary, vocabulary_scores
 from memopd.score.divergences import DIVERGENCES, forward_kl, jsd, reverse_kl, top_k
 from memopd.score.vocabulary import reference_scores
 
@@ -192,6 +194,36 @@ def test_another_divergence_is_another_number(name):
         for n in (name, "reverse_kl")
     ]
     assert (made[0] - made[1]).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_beside_the_fused_kernels(name, monkeypatch):
+    """On a GPU: log p and entropy come from the kernels, with the reverse KL; any other divergence has its own pass.
+
+    The kernels are replaced by the definition they compute, and say whether they were given the teacher.
+    """
+    given = []
+
+    def kernels(head, states, tokens, temperature, teacher, teacher_states, chunk, group):
+        given.append(teacher is not None)
+        logprob, entropy, *kl = reference_scores(head, states, tokens, temperature, teacher, teacher_states)
+        return logprob, entropy, kl[0] if kl else None
+
+    monkeypatch.setitem(sys.modules, "memopd.score.fused", SimpleNamespace(fused_scores=kernels))
+    torch.manual_seed(0)
+    states = torch.randn(23, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(31, 16, dtype=torch.float64, requires_grad=True)
+    head, tokens = Head(weight, None), torch.randint(31, (23,))
+    teacher = Head(torch.randn(40, 24, dtype=torch.float64), None)
+    target = Target(teacher, torch.randn(23, 24, dtype=torch.float64), EVERY[name])
+    made = vocabulary._fused(head, states, tokens, 0.7, target, chunk=5)
+    plain = vocabulary_scores(head, states, tokens, 0.7, target, chunk=5)
+    assert given == [name == "reverse_kl"]
+    for a, b in zip((made.logprob, made.entropy, made.divergence), (plain.logprob, plain.entropy, plain.divergence), strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b)
+        gradients = [torch.autograd.grad((x**2).sum(), [states, weight]) for x in (a, b)]
+        torch.testing.assert_close(*gradients)
+    assert vocabulary._fused(head, states, tokens, 0.7, None, chunk=5).divergence is None
 
 
 def test_half_precision_logits_arrive_in_float32():

@@ -63,6 +63,13 @@ def a_mean_over_each_pack() -> None:
     algorithms.policy_loss = lambda logp, *more: total(logp, *more) * 1000 / len(logp)
 
 
+def a_ratio_of_each_pack() -> None:
+    """All calls of a pack are taken for one sequence."""
+    from memopd.train.algorithms import Tokens
+
+    Tokens.call_mean = lambda tokens, values: values.mean().expand(len(tokens.call_size))
+
+
 def ranks_are_averaged() -> None:
     """FSDP's average is taken for the sum that it is not."""
     from memopd.train import update
@@ -79,7 +86,14 @@ def recomputed_otherwise() -> None:
 
 
 CHANGES = {
-    f.__name__: f for f in (a_row_sees_one_too_many, a_mean_over_each_pack, ranks_are_averaged, recomputed_otherwise)
+    f.__name__: f
+    for f in (
+        a_row_sees_one_too_many,
+        a_mean_over_each_pack,
+        a_ratio_of_each_pack,
+        ranks_are_averaged,
+        recomputed_otherwise,
+    )
 }
 
 
