@@ -1,4 +1,4 @@
-"""A divergence of a user's own, named on the command line: trained for two updates, and refused early where it is wrong."""
+"""A divergence of a user's own, named on the command line: trained for two updates, or refused in one line."""
 
 import os
 import runpy

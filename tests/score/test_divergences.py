@@ -212,17 +212,19 @@ def test_beside_the_fused_kernels(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "memopd.score.fused", SimpleNamespace(fused_scores=kernels))
     torch.manual_seed(0)
     states = torch.randn(23, 16, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(31, 16, dtype=torch.float64, requires_grad=True)
-    head, tokens = Head(weight, None), torch.randint(31, (23,))
+    weight_of_head = torch.randn(31, 16, dtype=torch.float64, requires_grad=True)
+    head, tokens = Head(weight_of_head, None), torch.randint(31, (23,))
     teacher = Head(torch.randn(40, 24, dtype=torch.float64), None)
     target = Target(teacher, torch.randn(23, 24, dtype=torch.float64), EVERY[name])
     made = vocabulary._fused(head, states, tokens, 0.7, target, chunk=5)
     plain = vocabulary_scores(head, states, tokens, 0.7, target, chunk=5)
     assert given == [name == "reverse_kl"]
-    for a, b in zip((made.logprob, made.entropy, made.divergence), (plain.logprob, plain.entropy, plain.divergence), strict=True):  # fmt: skip
-        torch.testing.assert_close(a, b)
-        gradients = [torch.autograd.grad((x**2).sum(), [states, weight]) for x in (a, b)]
-        torch.testing.assert_close(*gradients)
+    found = []
+    for scores in (made, plain):
+        columns = [scores.logprob, scores.entropy, scores.divergence]
+        total = sum(weight * (column**2).sum() for weight, column in zip((1, 2, 3), columns, strict=True))
+        found.append([*columns, *torch.autograd.grad(total, [states, weight_of_head])])
+    torch.testing.assert_close(*found)
     assert vocabulary._fused(head, states, tokens, 0.7, None, chunk=5).divergence is None
 
 
