@@ -55,8 +55,8 @@ def update_actor(
     D, D_T, thoughts = len(batch), 0 if guide is None else int(guide.mask.sum()), int(terms.thinking.sum())
     units = {"token": D, "call": len(batch.calls), "episode": len(batch.episodes)}[unit_of(algorithm)]
     device = next(root.parameters()).device
-    known, is_thought = terms.to(device), terms.thinking.to(device)
-    mask = guide.mask.to(device) if guide is not None else is_thought
+    known = terms.to(device)
+    mask = guide.mask.to(device) if guide is not None else known.thinking
     # Sums stay on the device until the last pack is on its way: reading one would make the host wait for it.
     sums, ratio_error = torch.zeros(7, dtype=torch.float64, device=device), torch.zeros((), device=device)
     for work, is_real in ranks.deal(batch.work):
@@ -77,7 +77,7 @@ def update_actor(
             if keep and guide is not None and guide.divergence is not None:
                 guide.divergence[place] = kl.to(guide.divergence)
             gone, k3 = clipped_tokens(algorithm, tokens).sum(), approximate_kl(logp, tokens.logp_old)
-            of_thoughts = distillation_loss(kl, is_thought[place])
+            of_thoughts = distillation_loss(kl, known.thinking[place])
             sums += torch.stack([ppo, H, gone, k3, opd, of_thoughts, kl.sum() - of_thoughts]).double()
             ratio_error = torch.maximum(ratio_error, (logp - tokens.logp_old).expm1().abs().max())
     counts = {"loss_ppo": units, "entropy": D, "clip_fraction": D, "approx_kl": D}
@@ -90,7 +90,7 @@ def update_actor(
 
 
 def tokens_of(batch: MiniBatch, work: Work, known: Terms, logp: Tensor, entropy: Tensor) -> Tokens:
-    """What the algorithm's loss is told of one pack."""
+    """The argument of the algorithm's loss, for one pack."""
     _, call, size = batch.calls_in(work)
     place, at, sizes = (torch.as_tensor(array, device=logp.device) for array in (work.place, call, size))
     old, ref, advantage = (values[place].to(logp) for values in (known.logp_old, known.logp_ref, known.advantage))
@@ -98,6 +98,7 @@ def tokens_of(batch: MiniBatch, work: Work, known: Terms, logp: Tensor, entropy:
 
 
 def summed(algorithm: Algorithm, tokens: Tokens) -> Tensor:
+    """The algorithm's loss, which a user may have written: it must be one number."""
     loss = algorithm.loss(tokens)
     if not isinstance(loss, Tensor) or loss.shape != ():
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
