@@ -15,7 +15,9 @@ import torch
 
 from benchmarks.shapes import episodes_of, random_model
 from memopd.config import ModelConfig, OptimiseConfig, RunConfig, TeacherConfig
+from memopd.score import reverse_kl
 from memopd.train import ranks
+from memopd.train.algorithms import algorithm_of
 from memopd.train.batch import MiniBatch, compile_batches
 from memopd.train.learner import Learner, adamw
 from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, critic_from, lent, prepare, teacher_head
@@ -86,7 +88,10 @@ def build(config: RunConfig, student: str, teacher: str, device: torch.device) -
     value = prepare(ValueRoot(critic_from(policy), m.attention), m, device, trained=True)
     pi = prepare(PolicyRoot(policy, m.attention), m, device, trained=True)
     _tidy()
-    return Learner(config, device, pi, adamw(pi, o.lr, 0.0), value, adamw(value, o.critic_lr, 0.0), pi_ref, pi_T, head)
+    return Learner(
+        config, device, pi, adamw(pi, o.lr, 0.0), value, adamw(value, o.critic_lr, 0.0), pi_ref, pi_T, head,
+        algorithm_of(o), reverse_kl,
+    )  # fmt: skip
 
 
 def one_update(learner: Any, batch: MiniBatch) -> Iterator[Stage]:
@@ -117,15 +122,10 @@ def one_update(learner: Any, batch: MiniBatch) -> Iterator[Stage]:
     yield stage("score π_T", lambda: on_device(learner.teacher, lambda: exact_states(learner.teacher, batch)))
     old = found["score π_old"]
     scored = Scored(old, found["score π_ref"], found["score V_φ"], torch.ones(len(old), dtype=torch.bool).numpy())
-    yield stage("advantages", lambda: make_terms([batch], [scored], o)[0][0])
+    yield stage("advantages", lambda: make_terms([batch], [scored], learner.algorithm)[0][0])
     guide = Guide(learner.head, found["score π_T"], torch.ones(len(old), dtype=torch.bool))
     terms = found["advantages"]
-    yield stage(
-        "update actor",
-        lambda: update_actor(
-            learner.student, learner.actor_optimiser, batch, terms, o, temperature, guide, learner.config.teacher.weight
-        ),
-    )
+    yield stage("update actor", lambda: update_actor(learner, batch, terms, guide))
     learner.actor_optimiser.zero_grad(set_to_none=True)
     yield stage("update critic", lambda: update_critic(learner.critic, learner.critic_optimiser, batch, terms, o))
     learner.critic_optimiser.zero_grad(set_to_none=True)

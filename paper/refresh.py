@@ -45,7 +45,8 @@ def summary() -> str:
              f"PPO would clip {100 * flat['false_clip']:.1f} % of the sampled tokens although nothing changed; "
              f"packed, {100 * packed['false_clip']:.1f} %"],
             ["Does it matter for learning? F1 on two questions",
-             f"student {f1['SFT']:.2f}; + PPO {f1['PPO']:.2f}; + teacher in flattened states {f1['persistent OPD']:.2f}; "
+             f"student {f1['SFT']:.2f}; + PPO {f1['PPO']:.2f}; "
+             f"+ teacher in flattened states {f1['persistent OPD']:.2f}; "
              f"**+ teacher in exact states {f1['MemOPD']:.2f}**"],
             ["How fast? Forward + backward, Qwen2.5-3B's shape, one H200, against the best arm with a row per call",
              f"**{speed}**; memory {memory} of that arm's"],

@@ -41,7 +41,7 @@ def updated(**overrides: str):
     episodes[1] = replace(episodes[1], calls=(episodes[1].calls[0], helper, *episodes[1].calls[2:]))
     batches = compile_batches(episodes, config.optimise, 0, 0)
     scored, guides = score_batches(learner, batches, decode)
-    terms, _ = make_terms(batches, scored, config.optimise)
+    terms, _ = make_terms(batches, scored, learner.algorithm)
     update(learner, batches, terms, guides, step=0)
     return learner, episodes, batches, terms, make_traces(episodes, batches, terms, guides, learner.critic is not None)
 

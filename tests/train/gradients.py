@@ -57,17 +57,24 @@ def a_row_sees_one_too_many() -> None:
 
 def a_mean_over_each_pack() -> None:
     """The oldest mistake of gradient accumulation: a mean of means instead of one mean over the mini-batch."""
-    from memopd.train import update
+    from memopd.train import algorithms
 
-    total = update.policy_loss
-    update.policy_loss = lambda logp, *more: total(logp, *more) * 1000 / len(logp)
+    total = algorithms.policy_loss
+    algorithms.policy_loss = lambda logp, *more: total(logp, *more) * 1000 / len(logp)
+
+
+def a_ratio_of_each_pack() -> None:
+    """All calls of a pack are taken for one sequence."""
+    from memopd.train.algorithms import Tokens
+
+    Tokens.call_mean = lambda tokens, values: values.mean().expand(len(tokens.call_size))
 
 
 def ranks_are_averaged() -> None:
     """FSDP's average is taken for the sum that it is not."""
     from memopd.train import update
 
-    update.backward = lambda loss, counts: (loss * counts).backward()
+    update.backward = lambda loss, is_real: (loss * is_real).backward()
 
 
 def recomputed_otherwise() -> None:
@@ -79,7 +86,14 @@ def recomputed_otherwise() -> None:
 
 
 CHANGES = {
-    f.__name__: f for f in (a_row_sees_one_too_many, a_mean_over_each_pack, ranks_are_averaged, recomputed_otherwise)
+    f.__name__: f
+    for f in (
+        a_row_sees_one_too_many,
+        a_mean_over_each_pack,
+        a_ratio_of_each_pack,
+        ranks_are_averaged,
+        recomputed_otherwise,
+    )
 }
 
 

@@ -9,6 +9,7 @@ from memopd.train.advantages import (
     explained_variance,
     gae,
     group_advantages,
+    leave_one_out,
     reference_penalty,
     token_rewards,
     whiten,
@@ -67,6 +68,20 @@ def test_group_advantages():
 def test_a_group_that_agrees_up_to_rounding_teaches_nothing():
     # The float32 mean of three 0.1 is not 0.1: dividing by the deviation would make the rounding a lesson.
     assert group_advantages(torch.full((3,), 0.1), torch.zeros(3), torch.arange(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_leave_one_out():
+    # Group 0: 1, 3, 8: the others' means are 5.5, 4.5, 2. Group 1 agrees. Group 2 has one member.
+    outcome, group = tensor(1.0, 0.3, 3.0, 0.3, 7.0, 8.0), tensor(0, 1, 0, 1, 2, 0)
+    episode = tensor(0, 0, 1, 2, 3, 4, 5)  # the first has two decisions
+    expected = [-4.5, -4.5, 0.0, -1.5, 0.0, 0.0, 6.0]
+    assert leave_one_out(outcome, group, episode).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_leave_one_out_is_the_centred_reward_times_n_over_n_less_one():
+    outcome, group = torch.rand(12, dtype=torch.float64), torch.arange(12) % 3
+    centred = outcome - outcome.view(4, 3).mean(0)[group]
+    torch.testing.assert_close(leave_one_out(outcome, group, torch.arange(12)), centred * 4 / 3)
 
 
 def test_whiten():

@@ -52,6 +52,26 @@ def test_owners_and_ends():
     assert batch.call_reward.tolist() == [0.75, 0.0, 0.0]  # what the helper's call earned, the one before it gets
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pack_holds_calls_whole(layout):
+    """What a loss over calls relies on: numbers and sizes of the calls in each pack, and each call in one pack."""
+    batch = mini_batch(EPISODES, **layout)
+    seen = []
+    for work in batch.work:
+        held, number, size = batch.calls_in(work)
+        assert held[number].tolist() == batch.call[work.place].tolist()
+        assert size.tolist() == [len(batch.calls[i].completion) for i in held]
+        seen += held.tolist()
+    assert sorted(seen) == list(range(len(batch.calls)))
+
+
+def test_a_call_that_is_cut_is_noticed():
+    batch = mini_batch(EPISODES, 80)
+    work = batch.work[0]
+    with pytest.raises(AssertionError, match="a call was cut"):
+        batch.calls_in(replace(work, place=work.place[:-1]))
+
+
 def test_packs_of_micro_batches_hold_no_others_calls():
     batch = mini_batch(EPISODES, 10_000, micro_batch=2)
     held = [set(batch.episode[w.place].tolist()) for w in batch.work]

@@ -9,9 +9,9 @@ from memopd.score.head import Head
 from memopd.score.vocabulary import reference_scores
 from memopd.train.losses import (
     approximate_kl,
-    clip_fraction,
     distillation_loss,
     entropy_bonus,
+    outside,
     policy_loss,
     value_loss,
 )
@@ -29,11 +29,22 @@ def test_policy_loss_and_where_its_gradient_stops():
     logp = tensor(*(-1.0 + LOG(r) for r in (1.5, 1.5, 0.5, 0.5, 1.1)), requires_grad=True)
     advantage = tensor(2.0, -2.0, 2.0, -2.0, 3.0)
     # min(3, 2.4) = 2.4;  min(−3, −2.4) = −3;  min(1, 1.6) = 1;  min(−1, −1.6) = −1.6;  3.3
-    loss = policy_loss(logp, logp_old, advantage, 0.2)
+    loss = policy_loss(logp, logp_old, advantage, 0.2, 0.2)
     assert loss.item() == pytest.approx(-(2.4 - 3 + 1 - 1.6 + 3.3))
     loss.backward()
     # dϱ/dℓ = ϱ, so −ϱA where the ratio itself is the minimum, and 0 where the clip is.
     assert logp.grad.tolist() == pytest.approx([0.0, 3.0, -1.0, 0.0, -3.3])
+
+
+def test_the_upper_clip_may_be_another():
+    # ε = 0.2 below, 0.28 above. ϱ = 1.25 is now inside, 1.5 outside, 0.5 outside as before.
+    logp = tensor(*(LOG(r) for r in (1.25, 1.5, 0.5)), requires_grad=True)
+    advantage = tensor(2.0, 2.0, -2.0)
+    # min(2.5, 2.5) = 2.5;  min(3, 2.56) = 2.56;  min(−1, −1.6) = −1.6
+    loss = policy_loss(logp, torch.zeros(3), advantage, 0.2, 0.28)
+    assert loss.item() == pytest.approx(-(2.5 + 2.56 - 1.6))
+    loss.backward()
+    assert logp.grad.tolist() == pytest.approx([-2.5, 0.0, 0.0])
 
 
 def test_value_loss_takes_the_worse_of_the_two():
@@ -90,9 +101,11 @@ def test_entropy():
     assert entropy_bonus(tensor(LOG(2), LOG(4))).item() == pytest.approx(LOG(8))
 
 
-def test_clip_fraction_counts_both_sides():
-    logp = tensor(*(LOG(r) for r in (0.7, 0.85, 1.0, 1.15, 1.3)))
-    assert clip_fraction(logp, torch.zeros(5), 0.2).item() == 2
+def test_ratios_outside_the_clip_are_found_on_both_sides():
+    log_ratio = tensor(*(LOG(r) for r in (0.7, 0.85, 1.0, 1.15, 1.25, 1.3)))
+    assert outside(log_ratio, 0.2, 0.2).tolist() == [True, False, False, False, True, True]
+    assert outside(log_ratio, 0.2, 0.28).tolist() == [True, False, False, False, False, True]
+    assert outside(log_ratio, 0.1, 0.28).tolist() == [True, True, False, False, False, True]
 
 
 def test_approximate_kl_is_k3():

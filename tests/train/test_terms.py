@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from memopd.config import OptimiseConfig
+from memopd.train.algorithms import Credit, algorithm_of
 from memopd.train.batch import mini_batch
 from memopd.train.scoring import Scored
-from memopd.train.terms import make_terms
+from memopd.train.terms import gathered, make_terms
 from memopd.types import Call, Episode
 
 # Episode a: calls of two tokens (r_0 = 1/2) and of one; it earns 2. Episode b: one call of two tokens; it earns 1.
@@ -22,12 +23,17 @@ VALUE = ([1.0, 1.0, 1.0], [0.0, 0.5])
 PPO = OptimiseConfig(reference=0.1, gamma=1.0, gae_lambda=1.0, whiten=False)
 
 
-def terms(config):
+def two_mini_batches():
     batches = [mini_batch([e], 100) for e in (A, B)]
     scored = [
         Scored(*(torch.tensor(x[i]) for x in (OLD, REF, VALUE)), np.zeros(len(batches[i]), bool)) for i in range(2)
     ]
-    made, summary = make_terms(batches, scored, config)
+    return batches, scored
+
+
+def terms(config):
+    batches, scored = two_mini_batches()
+    made, summary = make_terms(batches, scored, algorithm_of(config))
     return [t.advantage.tolist() for t in made], [t.target.tolist() for t in made], summary
 
 
@@ -65,3 +71,65 @@ def test_without_a_critic():
     up = 0.5**0.5
     assert advantage == [pytest.approx([up - 0.05, up, up]), pytest.approx([-up - 0.2, -up])]
     assert "explained_variance" not in summary
+
+
+def test_rloo():
+    # Earned: 2.5 and 1; the other one's is the baseline: +1.5 and −1.5; then −β·KL^ref.
+    advantage, target, summary = terms(replace(PPO, algorithm="rloo"))
+    assert advantage == [pytest.approx([1.45, 1.5, 1.5]), pytest.approx([-1.7, -1.5])]
+    assert target == [[0.0] * 3, [0.0] * 2]
+    assert "explained_variance" not in summary
+
+
+def test_gspo_has_the_credit_of_grpo():
+    assert terms(replace(PPO, algorithm="gspo")) == terms(replace(PPO, algorithm="grpo"))
+
+
+def test_the_spread_of_advantages_is_that_before_whitening():
+    # 1.45 1.5 1 0.8 0.5: mean 1.05, variance 0.73 / 4.
+    for whiten in (True, False):
+        assert terms(replace(PPO, whiten=whiten))[2]["advantage_std"] == pytest.approx(0.1825**0.5)
+
+
+def test_what_an_algorithm_is_given():
+    """Episodes and calls are counted on over mini-batches; rewards are where they were earned."""
+    given = gathered(*two_mini_batches())
+    assert given.episode.tolist() == [0, 0, 0, 1, 1]
+    assert given.call.tolist() == [0, 0, 1, 2, 2]
+    assert given.group.tolist() == [0, 0]
+    assert given.last.tolist() == [False, False, True, False, True]
+    assert given.call_last.tolist() == [False, True, True, False, True]
+    assert given.penalty.tolist() == [0.5, 0.0, 0.0, 2.0, 0.0]
+    assert given.rewards().tolist() == [0.0, 0.5, 2.0, 0.0, 1.0]
+    assert given.rewards(0.1).tolist() == pytest.approx([-0.05, 0.5, 2.0, -0.2, 1.0])
+    assert given.outcome.tolist() == [2.5, 1.0]
+
+
+class Returns:
+    """An algorithm that returns what it is made with."""
+
+    def __init__(self, credit, needs_critic=False):
+        self.credit, self.needs_critic = lambda experience: credit, needs_critic
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (Returns(torch.zeros(5)), "credit of Returns must return memopd.train.algorithms.Credit, got Tensor"),
+        (Returns(Credit(torch.zeros(2))), r"must give one advantage per sampled token, shape \[5\], got \[2\]"),
+        (
+            Returns(Credit(torch.zeros(5), torch.zeros(5, 1))),
+            r"one target per sampled token, shape \[5\], got \[5, 1\]",
+        ),
+        (Returns(Credit(torch.zeros(5)), needs_critic=True), "must give the critic's targets"),
+    ],
+)
+def test_a_wrong_credit_is_named(algorithm, message):
+    with pytest.raises(ValueError, match=message):
+        make_terms(*two_mini_batches(), algorithm)
+
+
+def test_an_algorithm_may_measure():
+    _, summary = make_terms(*two_mini_batches(), Returns(Credit(torch.arange(5.0), metrics={"mine": 3.0})))
+    assert summary["mine"] == 3.0
+    assert summary["advantage_std"] == pytest.approx(2.5**0.5)

@@ -9,7 +9,7 @@ import torch
 from tiny import THINK, recorded, workshop
 
 from memopd.config import RunConfig, load_config
-from memopd.score import Target, score, teacher_target
+from memopd.score import Target, decision_states, divergence_of, head_of, score, teacher_target
 from memopd.train.batch import compile_batches, mini_batch
 from memopd.train.learner import Learner, build
 from memopd.train.scoring import exact_states, persistent_states, score_batches, teacher_mask
@@ -36,7 +36,7 @@ def one_update(config: RunConfig, empty_mask: bool = False):
     scored, guides = score_batches(learner, batches, decode)
     if empty_mask:
         guides = [replace(g, mask=torch.zeros_like(g.mask)) for g in guides]
-    terms, summary = make_terms(batches, scored, config.optimise)
+    terms, summary = make_terms(batches, scored, learner.algorithm)
     return learner, summary | update(learner, batches, terms, guides, step=0)
 
 
@@ -73,8 +73,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing():
     for state in ("aligned", "persistent"):
         learner, batch, guide = guided(configured(**student, **{"teacher.state": state}))
         for work in batch.work:
-            theirs = (guide.head, guide.states[int(work.place[0])])
-            divergence = learner.student(work.packed, 1.0, *theirs)[2]
+            divergence = learner.student(work.packed, 1.0, guide.target(work))[2]
             assert bool((divergence == 0).all()) == (state == "aligned")  # a flattened history is another state
             divergence.sum().backward()
         norms[state] = torch.nn.utils.get_total_norm([w.grad for w in weights(learner).values()])
@@ -102,7 +101,7 @@ def test_the_first_ratio_error_can_be_seen():
     learner = build(config, CPU)
     batches = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
     scored, guides = score_batches(learner, batches, decode)
-    terms, _ = make_terms(batches, scored, config.optimise)
+    terms, _ = make_terms(batches, scored, learner.algorithm)
     terms[0].logp_old[5] += 0.1
     assert update(learner, batches, terms, guides, step=0)["first_ratio_error"] == pytest.approx(1 - np.exp(-0.1))
 
@@ -173,7 +172,7 @@ def test_the_loss_is_the_equation():
     o, learner = config.optimise, build(config, CPU)
     batches = compile_batches(recorded(episodes=8), o, 0, 0)
     scored, guides = score_batches(learner, batches, decode)
-    terms, _ = make_terms(batches, scored, o)
+    terms, _ = make_terms(batches, scored, learner.algorithm)
     (batch,), (known,), (guide,) = batches, terms, guides
     known = replace(known, logp_old=known.logp_old + 0.3 * torch.randn(len(batch)))  # some ratios are clipped
     guide = replace(guide, mask=torch.rand(len(batch)) < 0.5)
@@ -194,14 +193,109 @@ def test_the_loss_is_the_equation():
         def step(self, closure=None):
             taken.update({n: w.grad.clone() for n, w in weights(learner).items()})
 
-    o = replace(o, max_grad_norm=1e9)
-    measured = update_actor(
-        learner.student, Taken(learner.student.parameters()), batch, known, o, 1.0, guide, config.teacher.weight
-    )
+    config = replace(config, optimise=replace(o, max_grad_norm=1e9))
+    learner = replace(learner, config=config, actor_optimiser=Taken(learner.student.parameters()))
+    measured = update_actor(learner, batch, known, guide)
     assert measured["loss_ppo"] == pytest.approx(ppo.item(), rel=1e-4)
     assert 0 < measured["clip_fraction"] < 1
     for (name, got), want in zip(taken.items(), expected, strict=True):
         assert (got - want).norm() <= 1e-4 * want.norm() + 1e-8, name
+
+
+def test_the_loss_of_gspo_is_a_mean_over_the_calls():
+    """Spread over several packs: update_actor's gradient against the objective written out call by call."""
+    settings = {"optimise.algorithm": "gspo", "optimise.clip": "0.02", "optimise.clip_high": "0.05"}
+    off = {"optimise.entropy": "0", "teacher.state": "none", "optimise.max_grad_norm": "1e9"}
+    config = configured(**settings, **off, **{"optimise.budget": "400"})
+    learner = build(config, CPU)
+    (batch,) = batches = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
+    assert len(batch.work) > 2
+    scored, _ = score_batches(learner, batches, decode)
+    (known,), _ = make_terms(batches, scored, learner.algorithm)
+    known = replace(known, logp_old=known.logp_old + 0.2 * torch.randn(len(batch)))
+
+    (whole,) = mini_batch(batch.episodes, 100_000).work
+    logp = torch.empty(len(batch)).index_put(
+        (torch.as_tensor(whole.place),), score(learner.student.model, [whole.packed]).logprob
+    )
+    losses, clipped = [], 0
+    for c, call in enumerate(batch.calls):
+        mine = torch.as_tensor(batch.call == c)
+        s = (logp - known.logp_old)[mine].mean().exp()
+        A = known.advantage[mine].mean()
+        losses.append(-torch.minimum(s * A, s.clamp(0.98, 1.05) * A))
+        clipped += len(call.completion) * bool(s < 0.98 or s > 1.05)
+    loss = torch.stack(losses).mean()
+    expected = torch.autograd.grad(loss, list(weights(learner).values()))
+
+    taken = {}
+
+    class Taken(torch.optim.SGD):
+        def step(self, closure=None):
+            taken.update({n: w.grad.clone() for n, w in weights(learner).items()})
+
+    learner = replace(learner, actor_optimiser=Taken(learner.student.parameters()))
+    measured = update_actor(learner, batch, known)
+    assert measured["loss_ppo"] == pytest.approx(loss.item(), rel=1e-4)
+    assert 0 < measured["clip_fraction"] < 1
+    assert measured["clip_fraction"] == pytest.approx(clipped / len(batch))
+    for (name, got), want in zip(taken.items(), expected, strict=True):
+        assert (got - want).norm() <= 1e-4 * want.norm() + 1e-8, name
+
+
+class Wrong:
+    """An algorithm whose loss is not one number."""
+
+    needs_critic = False
+
+    def __init__(self, loss):
+        self.loss = loss
+
+    def credit(self, experience): ...
+
+
+@pytest.mark.parametrize(("loss", "got"), [(lambda t: t.logp, "got shape"), (lambda t: 0.5, "got float")])
+def test_a_loss_that_is_not_one_number_is_named(loss, got):
+    learner, batch, _ = guided(configured())
+    scored, _ = score_batches(learner, [batch], decode)
+    (known,), _ = make_terms([batch], scored, learner.algorithm)
+    with pytest.raises(ValueError, match=f"optimise.algorithm: loss of Wrong must return one number, a sum, {got}"):
+        update_actor(replace(learner, algorithm=Wrong(loss)), batch, known)
+
+
+def test_a_unit_is_what_the_loss_is_divided_by():
+    learner, batch, _ = guided(configured(**{"teacher.state": "none"}))
+    scored, _ = score_batches(learner, [batch], decode)
+    (known,), _ = make_terms([batch], scored, learner.algorithm)
+    still = replace(learner, config=replace(learner.config, optimise=replace(learner.config.optimise, lr=0.0)))
+    losses = {}
+    for unit in ("token", "call", "episode"):
+        one = Wrong(lambda t: t.logp.sum() * 0 + 1)  # one per pack
+        one.unit = unit
+        losses[unit] = update_actor(replace(still, algorithm=one), batch, known)["loss_ppo"]
+    packs = len(batch.work)
+    assert losses["token"] == pytest.approx(packs / len(batch))
+    assert losses["call"] == pytest.approx(packs / len(batch.calls))
+    assert losses["episode"] == pytest.approx(packs / 8)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd:0.3", "top_k:5"])
+@pytest.mark.parametrize("state", ["aligned", "persistent"])
+def test_every_divergence_in_every_state_of_the_teacher(divergence, state):
+    """L_OPD and what the traces keep are this divergence, in the states that the teacher was in."""
+    config = configured(**{"teacher.divergence": divergence, "teacher.state": state})
+    learner, batch, guide = guided(config)
+    scored, _ = score_batches(learner, [batch], decode)
+    (known,), _ = make_terms([batch], scored, learner.algorithm)
+    expected = torch.empty(len(batch))
+    with torch.no_grad():
+        for work in batch.work:
+            student = head_of(learner.student.model).logits(decision_states(learner.student.model, work.packed))
+            teacher = guide.head.logits(guide.states[int(work.place[0])])
+            expected[torch.as_tensor(work.place)] = divergence_of(divergence)(student, teacher)
+    measured = update_actor(learner, batch, known, guide, keep=True)
+    torch.testing.assert_close(guide.divergence, expected, rtol=1e-4, atol=1e-6)
+    assert measured["loss_opd"] == pytest.approx(expected.mean().item(), rel=1e-4)
 
 
 def test_group_advantages_leave_penalties_out_of_the_comparison():
@@ -212,11 +306,11 @@ def test_group_advantages_leave_penalties_out_of_the_comparison():
     batches = compile_batches(episodes, config.optimise, 0, 0)
     scored, _ = score_batches(learner, batches, decode)
     scored = [replace(s, logp_ref=s.logp_ref - 0.5) for s in scored]
-    terms, summary = make_terms(batches, scored, config.optimise)
+    terms, summary = make_terms(batches, scored, learner.algorithm)
     assert terms[0].advantage.tolist() == pytest.approx([-0.005] * len(batches[0]))
     assert "explained_variance" not in summary
     varied = compile_batches(recorded(episodes=8), config.optimise, 0, 0)
-    terms, _ = make_terms(varied, scored, config.optimise)
+    terms, _ = make_terms(varied, scored, learner.algorithm)
     assert terms[0].advantage.abs().max() > 0.5
 
 

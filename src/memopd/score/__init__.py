@@ -1,11 +1,14 @@
 """Packed rows to log-probabilities, entropies, values and teacher divergences."""
 
+from memopd.score.divergences import DIVERGENCES, Divergence, divergence_of, reverse_kl
 from memopd.score.head import Head, head_of
 from memopd.score.score import Scores, packed_logprobs, score, teacher_target
 from memopd.score.states import backbone, call_states, decision_states
 from memopd.score.vocabulary import Target, VocabularyScores, vocabulary_scores
 
 __all__ = [
+    "DIVERGENCES",
+    "Divergence",
     "Head",
     "Scores",
     "Target",
@@ -13,8 +16,10 @@ __all__ = [
     "backbone",
     "call_states",
     "decision_states",
+    "divergence_of",
     "head_of",
     "packed_logprobs",
+    "reverse_kl",
     "score",
     "teacher_target",
     "vocabulary_scores",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memopd.compile import Packed, compile_calls, fill
+from memopd.score.divergences import Divergence, reverse_kl
 from memopd.score.head import head_of
 from memopd.score.states import decision_states
 from memopd.score.vocabulary import Target, vocabulary_scores
@@ -22,7 +23,7 @@ class Scores:
 
     logprob: Tensor | None = None  # [D] log p(a)
     entropy: Tensor | None = None  # [D]
-    divergence: Tensor | None = None  # [D] reverse KL to the teacher, where one was given
+    divergence: Tensor | None = None  # [D] from the teacher, where one was given
     value: Tensor | None = None  # [D] V at g(t, k), of a critic
 
 
@@ -36,7 +37,7 @@ def score(
     """Score every sampled token in the state it was sampled in. Differentiable where gradients are on.
 
     A model with a value head (`AutoModelForTokenClassification` of one label) gives values, any causal LM the rest.
-    `teacher` holds the states that `teacher_target` kept for the same packs.
+    `teacher` holds the states that `teacher_target` kept for the same packs, and the divergence to measure.
     """
     Sampling(temperature)  # refuses one that is not above 0
     decisions = sum(len(p.decisions) for p in packs)
@@ -49,7 +50,7 @@ def score(
     for packed in packs:
         states = decision_states(model, packed, attention)
         tokens = torch.as_tensor(packed.decisions.token, device=states.device).long()
-        theirs = None if teacher is None else Target(teacher.head, teacher.states[at : at + len(tokens)])
+        theirs = None if teacher is None else replace(teacher, states=teacher.states[at : at + len(tokens)])
         parts.append(vocabulary_scores(head, states, tokens, temperature, theirs))
         at += len(tokens)
     return Scores(
@@ -69,7 +70,11 @@ def is_critic(model: Any) -> bool:
 
 @torch.no_grad()
 def teacher_target(
-    teacher: Any, packs: Sequence[Packed], attention: str = "auto", keep_on: str | torch.device | None = None
+    teacher: Any,
+    packs: Sequence[Packed],
+    attention: str = "auto",
+    keep_on: str | torch.device | None = None,
+    divergence: Divergence = reverse_kl,
 ) -> Target:
     """What to keep of a frozen teacher: hidden states at the decisions (never logits) and its head.
 
@@ -80,7 +85,7 @@ def teacher_target(
     bias = None if head.bias is None else head.bias.detach()
     head = replace(head, weight=head.weight.detach(), bias=bias)
     states = torch.cat([decision_states(teacher, p, attention).to(keep_on or head.weight.device) for p in packs])
-    return Target(head, states)
+    return Target(head, states, divergence)
 
 
 def packed_logprobs(

@@ -1,17 +1,22 @@
-"""One pass over the vocabulary: log p(a), entropy and the reverse KL to a teacher from one chunk's logits.
+"""One pass over the vocabulary: log p(a), entropy and the divergence from a teacher from one chunk's logits.
 
 Nothing of shape [decisions, vocabulary] outlives its chunk: the backward pass computes a chunk's logits again.
-On a GPU two Triton kernels (`fused`) do the reductions; elsewhere, and in float64, plain PyTorch.
+On a GPU two Triton kernels (`fused`) do the reductions; elsewhere, and in float64, plain PyTorch. The kernels know the
+reverse KL. Another divergence runs in plain PyTorch beside them, in a pass of its own: log p(a) must come from the same
+kernels with a teacher and without, or π_θ would differ from π_old by rounding before the first step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from memopd.score.divergences import Divergence, checked, reverse_kl
 from memopd.score.head import Head
 
 CHUNK = 1024  # decisions
@@ -20,17 +25,18 @@ GROUP = 4  # chunks whose gradients go into one product with the states: one rou
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The teacher's side of the divergence: its head and its hidden states, never its logits."""
+    """The teacher's side: its head and its hidden states, never its logits, and how far from it is measured."""
 
     head: Head
     states: Tensor  # [D, H_T]
+    divergence: Divergence = reverse_kl
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyScores:
     logprob: Tensor  # [D] log p(a)
     entropy: Tensor  # [D]
-    divergence: Tensor | None  # [D] KL(p ‖ p_T), over the vocabulary both have
+    divergence: Tensor | None  # [D] from the teacher, over the vocabulary both have
 
 
 def vocabulary_scores(
@@ -42,20 +48,43 @@ def vocabulary_scores(
     chunk: int = CHUNK,
 ) -> VocabularyScores:
     """Differentiable in `states` and in the head's weights. Log-probabilities are at `temperature`."""
-    their_head = None if teacher is None else teacher.head
-    theirs = None if teacher is None else teacher.states
     if states.is_cuda and head.weight.dtype != torch.float64:
-        from memopd.score.fused import fused_scores  # Triton exists only where there is a GPU
+        return _fused(head, states, tokens, temperature, teacher, chunk)
 
-        return VocabularyScores(*fused_scores(head, states, tokens, temperature, their_head, theirs, chunk, GROUP))
-    columns: list[tuple[Tensor, ...]] = []
-    for at in range(0, len(tokens), chunk):
-        part = slice(at, at + chunk)
-        their_part = None if theirs is None else theirs[part].to(states.device)
-        arguments = (head, states[part], tokens[part], temperature, their_head, their_part)
-        columns.append(checkpoint(reference_scores, *arguments, use_reentrant=False))
-    logprob, entropy, *divergence = (torch.cat(c) for c in zip(*columns, strict=True))
+    def plain(part: slice) -> tuple[Tensor, ...]:
+        return reference_scores(head, states[part], tokens[part], temperature, *_theirs(teacher, part, states.device))
+
+    logprob, entropy, *divergence = _by_chunk(plain, len(tokens), chunk)
     return VocabularyScores(logprob, entropy, divergence[0] if divergence else None)
+
+
+def _fused(
+    head: Head, states: Tensor, tokens: Tensor, temperature: float, teacher: Target | None, chunk: int
+) -> VocabularyScores:
+    from memopd.score.fused import fused_scores  # Triton exists only where there is a GPU
+
+    fused = teacher is not None and teacher.divergence is reverse_kl
+    theirs = (teacher.head, teacher.states) if teacher is not None and fused else (None, None)
+    logprob, entropy, kl = fused_scores(head, states, tokens, temperature, theirs[0], theirs[1], chunk, GROUP)
+    if teacher is None or fused:
+        return VocabularyScores(logprob, entropy, kl)
+
+    def plain(part: slice) -> tuple[Tensor, ...]:
+        logits = _precise(head.logits(states[part])) / temperature
+        return (divergence_from(logits, temperature, *_theirs(teacher, part, states.device)),)
+
+    (divergence,) = _by_chunk(plain, len(tokens), chunk)
+    return VocabularyScores(logprob, entropy, divergence)
+
+
+def _by_chunk(scores: Callable[[slice], tuple[Tensor, ...]], count: int, chunk: int) -> tuple[Tensor, ...]:
+    parts = [checkpoint(scores, slice(at, at + chunk), use_reentrant=False) for at in range(0, count, chunk)]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _theirs(teacher: Target | None, part: slice, device: torch.device) -> tuple[Any, ...]:
+    """The last arguments of `reference_scores` and `divergence_from`, for one chunk."""
+    return () if teacher is None else (teacher.head, teacher.states[part].to(device), teacher.divergence)
 
 
 def reference_scores(
@@ -65,24 +94,29 @@ def reference_scores(
     temperature: float = 1.0,
     teacher: Head | None = None,
     teacher_states: Tensor | None = None,
+    divergence: Divergence = reverse_kl,
 ) -> tuple[Tensor, ...]:
-    """The definition, in plain PyTorch: (log p(a), entropy[, reverse KL]), at least in float32.
-
-    A teacher of another width is compared over the shared ids, both distributions renormalised.
-    """
+    """The definition, in plain PyTorch: (log p(a), entropy[, divergence]), at least in float32."""
     logits = _precise(head.logits(states)) / temperature
     logp = logits.log_softmax(-1)
     logprob = logp.gather(-1, tokens[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(-1)
     if teacher is None or teacher_states is None:
         return logprob, entropy
+    return logprob, entropy, divergence_from(logits, temperature, teacher, teacher_states, divergence)
+
+
+def divergence_from(
+    logits: Tensor, temperature: float, teacher: Head, teacher_states: Tensor, divergence: Divergence
+) -> Tensor:
+    """A teacher of another width is compared over the shared ids, both distributions renormalised.
+
+    Heads are padded to different widths: Qwen2.5-3B has 151,936 logits and 7B has 152,064.
+    """
     with torch.no_grad():  # the teacher is frozen, whoever owns its weights
         teacher_logits = _precise(teacher.logits(teacher_states)) / temperature
     shared = min(logits.shape[-1], teacher_logits.shape[-1])
-    logp = logits[:, :shared].log_softmax(-1)
-    logp_T = teacher_logits[:, :shared].log_softmax(-1)
-    ratio = (logp - logp_T).detach()  # its own gradient sums to Σ p ∇log p = 0, exactly only when it is left out
-    return logprob, entropy, (logp.exp() * ratio).sum(-1)
+    return checked(divergence(logits[:, :shared], teacher_logits[:, :shared]), len(logits))
 
 
 def _precise(x: Tensor) -> Tensor:

@@ -70,6 +70,23 @@ def group_advantages(
     return torch.where(deviation > 1e-6, centred / deviation, 0.0)[episode].to(outcome)
 
 
+def leave_one_out(
+    outcome: Tensor,  # [E] what each episode earned
+    group: Tensor,  # [E] episodes of one task have one number
+    episode: Tensor,  # [D] the episode of each decision
+) -> Tensor:
+    """Without a critic: every decision of an episode gets R − mean of the *other* episodes of its group.
+
+    With n members that is (R − mean of all) · n / (n − 1). An episode without others has nothing to be compared with:
+    zero. In double precision, so that equal rewards have an equal mean.
+    """
+    _, index, size = group.unique(return_inverse=True, return_counts=True)
+    R = outcome.double()
+    others = (size - 1)[index]
+    baseline = (R.new_zeros(len(size)).index_add(0, index, R)[index] - R) / others.clamp(min=1)
+    return torch.where(others > 0, R - baseline, 0.0)[episode].to(outcome)
+
+
 def whiten(advantage: Tensor) -> Tensor:
     """Zero mean, unit variance over the batch, as verl does it: (A − mean) / √(variance + 1e-8)."""
     if len(advantage) < 2:

@@ -56,6 +56,12 @@ class MiniBatch:
         """Rows that independent calls would need."""
         return sum(map(path_length, self.calls))
 
+    def calls_in(self, work: Work) -> tuple[Ints, Ints, Ints]:
+        """Of a pack: its calls (indices into `calls`), the number of each decision's call among them, their sizes."""
+        held, number, size = np.unique(self.call[work.place], return_inverse=True, return_counts=True)
+        assert all(len(self.calls[i].completion) == n for i, n in zip(held, size, strict=True)), "a call was cut"
+        return held, number, size
+
     def persistent(self, episodes: Iterable[int]) -> list[Work]:
         """The control: flattened histories in place of the exact states.
 

@@ -74,6 +74,6 @@ def _keep(report: EquivalenceReport, file: Path) -> Path:
 def alone(batch: MiniBatch) -> tuple[Packed, list[Call]]:
     """The largest pack, which has the most to say, with the calls that it holds, numbered from 0."""
     work = max(batch.work, key=lambda w: len(w.packed))
-    held, number = np.unique(batch.call[work.place], return_inverse=True)
+    held, number, _ = batch.calls_in(work)
     decisions = replace(work.packed.decisions, call=number.astype(np.int32))
     return replace(work.packed, decisions=decisions), [batch.calls[i] for i in held]

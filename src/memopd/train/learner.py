@@ -12,9 +12,10 @@ from torch import Tensor
 
 from memopd.config import RunConfig
 from memopd.files import whole_folder
-from memopd.score import Head
+from memopd.score import Divergence, Head, divergence_of
 from memopd.score.tokenizers import check_same_tokenizer
 from memopd.train import checkpoint, ranks
+from memopd.train.algorithms import Algorithm, algorithm_of, needs_group
 from memopd.train.models import (
     PolicyRoot,
     Root,
@@ -42,6 +43,8 @@ class Learner:
     reference: PolicyRoot | None
     teacher: StatesRoot | None
     head: Head | None  # the teacher's
+    algorithm: Algorithm
+    divergence: Divergence
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds."""
@@ -56,11 +59,11 @@ def build(config: RunConfig, device: torch.device) -> Learner:
     m, o = config.model, config.optimise
     if not m.student:
         raise ValueError("model.student: name a model folder or hub name to train")
-    guided = is_guided(config)
+    algorithm, divergence, guided = algorithm_of(o), divergence_of(config.teacher.divergence), is_guided(config)
     if guided:
         check_same_tokenizer(m.student, m.teacher)
     student, critic, critic_optimiser = load_causal_lm(m.student, master_dtype(m), config.run.seed), None, None
-    if o.algorithm == "ppo":
+    if algorithm.needs_critic:
         critic = prepare(ValueRoot(critic_from(student), m.attention), m, device, trained=True)
         critic_optimiser = adamw(critic, o.critic_lr, o.weight_decay)
     root = prepare(PolicyRoot(student, m.attention), m, device, trained=True)
@@ -73,7 +76,19 @@ def build(config: RunConfig, device: torch.device) -> Learner:
         head = teacher_head(frozen, device)
         teacher = prepare(StatesRoot(frozen, m.attention), m, device, trained=False)
     optimiser = adamw(root, o.lr, o.weight_decay)
-    return Learner(config, device, root, optimiser, critic, critic_optimiser, reference, teacher, head)
+    return Learner(
+        config, device, root, optimiser, critic, critic_optimiser, reference, teacher, head, algorithm, divergence
+    )
+
+
+def check_objective(config: RunConfig) -> None:
+    """The algorithm and the divergence that a run names must resolve. Called before any model is loaded."""
+    o, algorithm = config.optimise, algorithm_of(config.optimise)
+    if needs_group(algorithm) and o.samples < 2 and not config.sampling.replay:
+        raise ValueError(
+            f'optimise.algorithm = "{o.algorithm}" compares the episodes of a task: optimise.samples must be 2 or more'
+        )
+    divergence_of(config.teacher.divergence)
 
 
 def is_guided(config: RunConfig) -> bool:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 
-def policy_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, clip: float) -> Tensor:
-    """Equation (ppo), summed: −Σ_j min(ϱ_j A_j, clip(ϱ_j, 1 − ε, 1 + ε) A_j)."""
+def policy_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, clip: float, clip_high: float) -> Tensor:
+    """Equation (ppo), summed: −Σ_j min(ϱ_j A_j, clip(ϱ_j, 1 − ε, 1 + ε_high) A_j).
+
+    The paper has ε_high = ε. A higher one (DAPO: 0.28 over 0.2) lets unlikely tokens grow, and keeps entropy up.
+    """
     _flat(logp, logp_old, advantage)
     ratio = (logp - logp_old).exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).sum()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip_high) * advantage).sum()
 
 
 def value_loss(value: Tensor, value_old: Tensor, target: Tensor, clip: float) -> Tensor:
@@ -25,7 +28,10 @@ def value_loss(value: Tensor, value_old: Tensor, target: Tensor, clip: float) ->
 
 
 def distillation_loss(divergence: Tensor, mask: Tensor) -> Tensor:
-    """Equation (teacher), summed: Σ_j m^T_j KL(p_θ,j ‖ p_T,j). An empty mask gives zero, and no gradient."""
+    """Equation (teacher), summed: Σ_j m^T_j KL(p_θ,j ‖ p_T,j), or another divergence from the teacher.
+
+    An empty mask gives zero, and no gradient.
+    """
     _flat(divergence, mask)
     return torch.where(mask, divergence, 0.0).sum()
 
@@ -35,9 +41,10 @@ def entropy_bonus(entropy: Tensor) -> Tensor:
     return entropy.sum()
 
 
-def clip_fraction(logp: Tensor, logp_old: Tensor, clip: float) -> Tensor:
-    """How many ratios lie outside [1 − ε, 1 + ε]."""
-    return ((logp - logp_old).exp() - 1).abs().gt(clip).sum()
+def outside(log_ratio: Tensor, clip: float, clip_high: float) -> Tensor:
+    """Which ratios lie outside [1 − ε, 1 + ε_high]."""
+    beyond = log_ratio.exp() - 1
+    return (beyond < -clip) | (beyond > clip_high)
 
 
 def approximate_kl(logp: Tensor, logp_old: Tensor) -> Tensor:

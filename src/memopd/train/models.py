@@ -41,12 +41,9 @@ class Root(nn.Module):
 
 
 class PolicyRoot(Root):
-    def forward(
-        self, packed: Packed, temperature: float, head: Head | None = None, states: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """(log p, entropy[, reverse KL]) at the decisions; `head` and `states` are the teacher's."""
-        target = None if head is None or states is None else Target(head, states)
-        scores = score(self.model, [packed], temperature, self.attention, target)
+    def forward(self, packed: Packed, temperature: float, teacher: Target | None = None) -> tuple[Tensor, ...]:
+        """(log p, entropy[, divergence from the teacher]) at the decisions."""
+        scores = score(self.model, [packed], temperature, self.attention, teacher)
         assert scores.logprob is not None
         assert scores.entropy is not None
         return (scores.logprob, scores.entropy) + (() if scores.divergence is None else (scores.divergence,))

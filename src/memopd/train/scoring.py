@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from memopd.compile import Packed
-from memopd.score import Head
+from memopd.score import Divergence, Head, Target, reverse_kl
 from memopd.train import ranks
-from memopd.train.batch import Bools, Ints, MiniBatch, parts_of
+from memopd.train.batch import Bools, Ints, MiniBatch, Work, parts_of
 from memopd.train.learner import Learner
 from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, lent
 from memopd.types import Ids
@@ -26,6 +26,10 @@ class Guide:
     states: dict[int, Tensor]  # of this rank's packs, by their first place; [decisions, H_T], on the device
     mask: Tensor  # [D] m^T
     divergence: Tensor | None = None  # [D] zeros that the first epoch of `update` fills, each rank at its own places
+    measure: Divergence = reverse_kl  # how far the policy is from the teacher
+
+    def target(self, work: Work) -> Target:
+        return Target(self.head, self.states[int(work.place[0])], self.measure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ def score_batches(
                     states(learner.teacher, b),
                     teacher_mask(t, teacher.mask),
                     torch.zeros(len(b), device=learner.device),
+                    learner.divergence,
                 )
                 for b, t in zip(batches, thinking, strict=True)
             ]
@@ -83,10 +88,10 @@ def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
     """What `run` gives for every decision, wherever its pack was computed. [D], in host memory, on every rank."""
     found: list[Tensor] = []
     place: list[Ints] = []
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         values = run(work.packed)  # stays on the device: the host goes on to the next pack, and waits once, at the end
-        found.append(values if counts else values[:0])
-        place.append(work.place if counts else work.place[:0])
+        found.append(values if is_real else values[:0])
+        place.append(work.place if is_real else work.place[:0])
     out = torch.zeros(len(batch), dtype=found[0].dtype)
     out[torch.as_tensor(np.concatenate(place))] = torch.cat(found).cpu()
     return ranks.total(out)
@@ -96,9 +101,9 @@ def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
 def exact_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
     """MemOPD: the teacher in the states that the student was in, for this rank's packs."""
     found = {}
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         states = root(work.packed)
-        if counts:
+        if is_real:
             found[int(work.place[0])] = states
     return found
 
@@ -109,7 +114,7 @@ def persistent_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
 
     One history serves all packs that hold calls of its episode, so each rank runs the episodes that its packs need.
     """
-    mine = [work for work, counts in ranks.deal(batch.work) if counts]
+    mine = [work for work, is_real in ranks.deal(batch.work) if is_real]
     needed = sorted({int(e) for work in mine for e in batch.episode[work.place]})
     histories = batch.persistent(needed)
     idle = max(ranks.gather(len(histories))) - len(histories)

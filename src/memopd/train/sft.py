@@ -95,11 +95,11 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
 def imitate(root: PolicyRoot, optimiser: torch.optim.Optimizer, batch: MiniBatch, max_norm: float) -> dict[str, float]:
     """−mean log p of the recorded responses, over the global batch."""
     D, total = len(batch), torch.zeros((), dtype=torch.float64, device=next(root.parameters()).device)
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         logp, *_ = root(work.packed, 1.0)
         loss = -logp.sum()
-        backward(loss / D, counts)
-        total += loss.detach() * counts  # read once, at the end: reading makes the host wait
+        backward(loss / D, is_real)
+        total += loss.detach() * is_real  # read once, at the end: reading makes the host wait
     loss_sum = float(ranks.total(total))
     return {"loss": loss_sum / D, "grad_norm": clipped_step(root, optimiser, max_norm, loss_sum, "the")}
 

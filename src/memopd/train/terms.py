@@ -1,23 +1,16 @@
-"""Rewards and advantages of a batch: what is known of every decision before the update."""
+"""Credit for a step, from the algorithm: what is known of every decision before the update."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.config import OptimiseConfig
-from memopd.train.advantages import (
-    explained_variance,
-    gae,
-    group_advantages,
-    reference_penalty,
-    token_rewards,
-    whiten,
-)
-from memopd.train.batch import MiniBatch
+from memopd.train.advantages import explained_variance
+from memopd.train.algorithms import SETTING, Algorithm, Credit, Experience, spread
+from memopd.train.batch import Ints, MiniBatch
 from memopd.train.scoring import Scored
 
 
@@ -26,48 +19,69 @@ class Terms:
     """One mini-batch. All [D], on the CPU."""
 
     logp_old: Tensor
+    logp_ref: Tensor
     advantage: Tensor
     value_old: Tensor
-    target: Tensor  # of the critic
+    target: Tensor  # of the critic; zeros where there is none
     thinking: Tensor  # bool
+
+    def to(self, device: torch.device) -> Terms:
+        return Terms(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 
 def make_terms(
-    batches: list[MiniBatch], scored: list[Scored], o: OptimiseConfig
+    batches: list[MiniBatch], scored: list[Scored], algorithm: Algorithm
 ) -> tuple[list[Terms], dict[str, float]]:
-    """Rewards, then advantages over the whole batch's decisions, then back to the mini-batches."""
+    """Credit over the whole step's decisions, then back to the mini-batches. Also what metrics.jsonl says of it."""
+    experience = gathered(batches, scored)
+    credit = checked_credit(algorithm, algorithm.credit(experience), experience)
+    old, ref, advantage, target = experience.logp_old, experience.logp_ref, credit.advantage, credit.target
+    summary = {"reward": float(experience.task_reward.mean()), "reference_kl": float((old - ref).mean())}
+    if target is not None:
+        summary["explained_variance"] = explained_variance(experience.value, target)
+    summary |= {"advantage_std": spread(advantage)} | credit.metrics
+    target = torch.zeros_like(advantage) if target is None else target
     sizes = [len(b) for b in batches]
-    old, ref, value = (torch.cat([getattr(s, f) for s in scored]) for f in ("logp_old", "logp_ref", "value"))
-    last, call_last = (torch.as_tensor(np.concatenate([getattr(b, f) for b in batches])) for f in ("last", "call_last"))
-    task_reward = torch.tensor([e.reward for b in batches for e in b.episodes], dtype=old.dtype)
-    call_reward = torch.as_tensor(np.concatenate([b.call_reward for b in batches]))
-    penalty = reference_penalty(old, ref)
-    summary = {"reward": float(task_reward.mean()), "reference_kl": float((old - ref).mean())}
-    if o.algorithm == "ppo":
-        reward = token_rewards(penalty, o.reference, last, task_reward, call_last, call_reward)
-        advantage = gae(reward, value, last, o.gamma, o.gae_lambda)
-        target = advantage + value
-        summary["explained_variance"] = explained_variance(value, target)
-    else:
-        # Only what was earned is compared: penalties that differ by a trifle must not part a group that agrees.
-        episode, group = owners(batches)
-        earned = token_rewards(torch.zeros_like(penalty), 0.0, last, task_reward, call_last, call_reward)
-        outcome = torch.zeros_like(task_reward).index_add(0, episode, earned)
-        advantage = group_advantages(outcome, group, episode) - o.reference * penalty
-        target = torch.zeros_like(advantage)  # of no critic
-    summary["advantage_std"] = float(advantage.std()) if len(advantage) > 1 else 0.0
-    if o.whiten and o.algorithm == "ppo":
-        advantage = whiten(advantage)
     terms = [
-        Terms(s.logp_old, a, s.value, t, torch.as_tensor(s.thinking))
+        Terms(s.logp_old, s.logp_ref, a, s.value, t, torch.as_tensor(s.thinking))
         for s, a, t in zip(scored, advantage.split(sizes), target.split(sizes), strict=True)
     ]
     return terms, summary
 
 
-def owners(batches: list[MiniBatch]) -> tuple[Tensor, Tensor]:
-    """([D] the episode of each decision, [E] the task of each episode), counted over all mini-batches."""
-    before = np.cumsum([0] + [len(b.episodes) for b in batches])
-    episode = np.concatenate([b.episode + at for b, at in zip(batches, before, strict=False)])
+def gathered(batches: list[MiniBatch], scored: list[Scored]) -> Experience:
+    """All mini-batches as one: episodes and calls are counted on."""
+    old, ref, value = (torch.cat([getattr(s, f) for s in scored]) for f in ("logp_old", "logp_ref", "value"))
+    last, call_last = (torch.as_tensor(np.concatenate([getattr(b, f) for b in batches])) for f in ("last", "call_last"))
     _, group = np.unique([e.task_id for b in batches for e in b.episodes], return_inverse=True)
-    return torch.as_tensor(episode), torch.as_tensor(group)
+    return Experience(
+        logp_old=old,
+        logp_ref=ref,
+        value=value,
+        episode=_counted_on([b.episode for b in batches], [len(b.episodes) for b in batches]),
+        call=_counted_on([b.call for b in batches], [len(b.calls) for b in batches]),
+        last=last,
+        call_last=call_last,
+        task_reward=torch.tensor([e.reward for b in batches for e in b.episodes], dtype=old.dtype),
+        call_reward=torch.as_tensor(np.concatenate([b.call_reward for b in batches])),
+        group=torch.as_tensor(group),
+    )
+
+
+def _counted_on(indices: list[Ints], sizes: list[int]) -> Tensor:
+    before = np.cumsum([0, *sizes[:-1]])
+    return torch.as_tensor(np.concatenate([index + at for index, at in zip(indices, before, strict=True)]))
+
+
+def checked_credit(algorithm: Algorithm, credit: Credit, experience: Experience) -> Credit:
+    """A user's `credit` may return anything; what is wrong with it is said here, and not by a product far from it."""
+    whose = f"{SETTING}: credit of {type(algorithm).__name__}"
+    if not isinstance(credit, Credit):
+        raise ValueError(f"{whose} must return memopd.train.algorithms.Credit, got {type(credit).__name__}")
+    if credit.target is None and algorithm.needs_critic:
+        raise ValueError(f"{whose} must give the critic's targets, Credit(advantage, target): needs_critic is true")
+    for name, values in (("advantage", credit.advantage), ("target", credit.target)):
+        if values is not None and values.shape != experience.logp_old.shape:
+            wanted, got = list(experience.logp_old.shape), list(values.shape)
+            raise ValueError(f"{whose} must give one {name} per sampled token, shape {wanted}, got {got}")
+    return credit

@@ -49,7 +49,7 @@ class Trace:
     logp_old: NDArray[np.float32]
     advantage: NDArray[np.float32]
     value: NDArray[np.float32] | None  # V_φ; None: no critic
-    divergence: NDArray[np.float32] | None  # KL(π_θ ‖ π_T) at the first epoch; None: no teacher
+    divergence: NDArray[np.float32] | None  # of π_θ from π_T, at the first epoch; None: no teacher
     taught: NDArray[np.bool_] | None  # m^T
 
 

@@ -11,7 +11,7 @@ from memopd.train import checkpoint, ranks
 from memopd.train.batch import compile_batches, usable
 from memopd.train.check import check_equivalence
 from memopd.train.diagnostics import describe, dev_quality, quality, say, warn_left_out
-from memopd.train.learner import build, export_model
+from memopd.train.learner import build, check_objective, export_model
 from memopd.train.log import open_run
 from memopd.train.models import load_tokenizer
 from memopd.train.scoring import score_batches
@@ -23,6 +23,7 @@ from memopd.train.update import update
 
 def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, float]:
     """Train to the end of `config` and return the last metrics. Everything is under `output`."""
+    check_objective(config)
     with ranks.joined() as device:
         run = open_run(output, config, resume)
         learner = build(config, device)
@@ -44,7 +45,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                 with run.stage("score"):
                     scored, guides = score_batches(learner, batches, decode)
                 with run.stage("advantages"):
-                    terms, metrics = make_terms(batches, scored, config.optimise)
+                    terms, metrics = make_terms(batches, scored, learner.algorithm)
                 with run.stage("update"):
                     metrics |= update(learner, batches, terms, guides, step)
 

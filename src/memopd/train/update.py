@@ -6,21 +6,16 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from memopd.config import OptimiseConfig
 from memopd.train import ranks
-from memopd.train.batch import MiniBatch
+from memopd.train.algorithms import SETTING, Algorithm, Tokens, clipped_tokens, unit_of
+from memopd.train.batch import MiniBatch, Work
 from memopd.train.learner import Learner
-from memopd.train.losses import (
-    approximate_kl,
-    clip_fraction,
-    distillation_loss,
-    entropy_bonus,
-    policy_loss,
-    value_loss,
-)
-from memopd.train.models import PolicyRoot, Root, ValueRoot
+from memopd.train.losses import approximate_kl, distillation_loss, entropy_bonus, value_loss
+from memopd.train.models import Root, ValueRoot
 from memopd.train.scoring import Guide
 from memopd.train.terms import Terms
 
@@ -28,7 +23,7 @@ from memopd.train.terms import Terms
 def update(
     learner: Learner, batches: list[MiniBatch], terms: list[Terms], guides: list[Guide | None], step: int
 ) -> dict[str, float]:
-    """PPO epochs over the mini-batches. Means over them are reported, and how far the very first ratio is from one."""
+    """Epochs over the mini-batches. Means over them are reported, and how far the very first ratio is from one."""
     config, o = learner.config, learner.config.optimise
     lr = set_learning_rate(learner.actor_optimiser, learning_rate(o.lr, step, o.steps, o.warmup, o.schedule))
     if learner.critic_optimiser is not None:
@@ -37,10 +32,7 @@ def update(
     made: list[dict[str, float]] = []
     for epoch in range(o.epochs):
         for i in np.random.default_rng([config.run.seed, step, epoch]).permutation(len(batches)):
-            measured = update_actor(
-                learner.student, learner.actor_optimiser, batches[i], terms[i], o,
-                config.sampling.temperature, guides[i], config.teacher.weight, keep=epoch == 0,
-            )  # fmt: skip
+            measured = update_actor(learner, batches[i], terms[i], guides[i], keep=epoch == 0)
             if learner.critic is not None and learner.critic_optimiser is not None:
                 measured |= update_critic(learner.critic, learner.critic_optimiser, batches[i], terms[i], o)
             made.append(measured)
@@ -49,62 +41,69 @@ def update(
 
 
 def update_actor(
-    root: PolicyRoot,
-    optimiser: torch.optim.Optimizer,
+    learner: Learner,
     batch: MiniBatch,
     terms: Terms,
-    config: OptimiseConfig,
-    temperature: float,
     guide: Guide | None = None,
-    weight: float = 0.0,
     keep: bool = False,  # the divergences, in `guide`, for the traces
 ) -> dict[str, float]:
-    """Equation (actor): L = L_PPO − α·H + λ·L_OPD, each a mean over its own mask over the global mini-batch."""
-    D, D_T = len(batch), 0 if guide is None else int(guide.mask.sum())
+    """Equation (actor): L = L_PPO − α·H + λ·L_OPD, each a mean over its own mask over the global mini-batch.
+
+    L_PPO is the algorithm's loss: a mean over the tokens, or over what its `unit` says.
+    """
+    root, algorithm, config = learner.student, learner.algorithm, learner.config
+    D, D_T, thoughts = len(batch), 0 if guide is None else int(guide.mask.sum()), int(terms.thinking.sum())
+    units = {"token": D, "call": len(batch.calls), "episode": len(batch.episodes)}[unit_of(algorithm)]
     device = next(root.parameters()).device
-    known_old, known_advantage, is_thought = (t.to(device) for t in (terms.logp_old, terms.advantage, terms.thinking))
-    mask = guide.mask.to(device) if guide is not None else is_thought
+    known = terms.to(device)
+    mask = guide.mask.to(device) if guide is not None else known.thinking
     # Sums stay on the device until the last pack is on its way: reading one would make the host wait for it.
     sums, ratio_error = torch.zeros(7, dtype=torch.float64, device=device), torch.zeros((), device=device)
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         place = torch.as_tensor(work.place, device=device)
-        theirs = (guide.head, guide.states[int(work.place[0])]) if guide is not None and D_T and counts else ()
-        logp, entropy, *divergence = root(work.packed, temperature, *theirs)
-        old, advantage = known_old[place].to(logp), known_advantage[place].to(logp)
-        ppo, H, kl = policy_loss(logp, old, advantage, config.clip), entropy_bonus(entropy), torch.zeros_like(logp)
-        opd, loss = torch.zeros_like(ppo), ppo / D - config.entropy * H / D
+        theirs = guide.target(work) if guide is not None and D_T and is_real else None
+        logp, entropy, *divergence = root(work.packed, config.sampling.temperature, theirs)
+        tokens = tokens_of(batch, work, known, logp, entropy)
+        ppo, H, kl = summed(algorithm, tokens), entropy_bonus(entropy), torch.zeros_like(logp)
+        opd, loss = torch.zeros_like(ppo), ppo / units - config.optimise.entropy * H / D
         if divergence:
             kl = divergence[0]
             opd = distillation_loss(kl, mask[place])
-            loss = loss + weight * opd / D_T
-        backward(loss, counts)
-        if not counts:
+            loss = loss + config.teacher.weight * opd / D_T
+        backward(loss, is_real)
+        if not is_real:
             continue
         with torch.no_grad():
             if keep and guide is not None and guide.divergence is not None:
                 guide.divergence[place] = kl.to(guide.divergence)
-            gone, k3 = clip_fraction(logp, old, config.clip), approximate_kl(logp, old)
-            of_thoughts = distillation_loss(kl, is_thought[place])
-            sums += torch.stack([ppo, H, opd, of_thoughts, kl.sum() - of_thoughts, gone, k3]).double()
-            ratio_error = torch.maximum(ratio_error, (logp - old).expm1().abs().max())
-    totals: list[float] = ranks.total(sums).tolist()
-    ppo_sum, H_sum, opd_sum, kl_think, kl_action, gone_sum, k3_sum = totals
-    thinking_count = int(terms.thinking.sum())
-    measured = {
-        "loss_ppo": ppo_sum / D,
-        "entropy": H_sum / D,
-        "clip_fraction": gone_sum / D,
-        "approx_kl": k3_sum / D,
-        "ratio_error": max(ranks.gather(float(ratio_error))),
-        "grad_norm": clipped_step(root, optimiser, config.max_grad_norm, sum(totals), "the actor's"),
-    }
+            gone, k3 = clipped_tokens(algorithm, tokens).sum(), approximate_kl(logp, tokens.logp_old)
+            of_thoughts = distillation_loss(kl, known.thinking[place])
+            sums += torch.stack([ppo, H, gone, k3, opd, of_thoughts, kl.sum() - of_thoughts]).double()
+            ratio_error = torch.maximum(ratio_error, (logp - tokens.logp_old).expm1().abs().max())
+    counts = {"loss_ppo": units, "entropy": D, "clip_fraction": D, "approx_kl": D}
     if guide is not None:
-        measured |= {
-            "loss_opd": opd_sum / max(D_T, 1),
-            "teacher_kl_think": kl_think / max(thinking_count, 1),
-            "teacher_kl_action": kl_action / max(D - thinking_count, 1),
-        }
-    return measured
+        counts |= {"loss_opd": D_T, "teacher_kl_think": thoughts, "teacher_kl_action": D - thoughts}
+    totals: list[float] = ranks.total(sums).tolist()
+    measured = {name: total / max(count, 1) for (name, count), total in zip(counts.items(), totals, strict=False)}
+    norm = clipped_step(root, learner.actor_optimiser, config.optimise.max_grad_norm, sum(totals), "the actor's")
+    return measured | {"ratio_error": max(ranks.gather(float(ratio_error))), "grad_norm": norm}
+
+
+def tokens_of(batch: MiniBatch, work: Work, known: Terms, logp: Tensor, entropy: Tensor) -> Tokens:
+    """The argument of the algorithm's loss, for one pack."""
+    _, call, size = batch.calls_in(work)
+    place, at, sizes = (torch.as_tensor(array, device=logp.device) for array in (work.place, call, size))
+    old, ref, advantage = (values[place].to(logp) for values in (known.logp_old, known.logp_ref, known.advantage))
+    return Tokens(logp, entropy, old, ref, advantage, at, sizes)
+
+
+def summed(algorithm: Algorithm, tokens: Tokens) -> Tensor:
+    """The algorithm's loss, which a user may have written: it must be one number."""
+    loss = algorithm.loss(tokens)
+    if not isinstance(loss, Tensor) or loss.shape != ():
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"{SETTING}: loss of {type(algorithm).__name__} must return one number, a sum, got {got}")
+    return loss
 
 
 def update_critic(
@@ -113,20 +112,20 @@ def update_critic(
     D, device = len(batch), next(root.parameters()).device
     known_old, known_target = terms.value_old.to(device), terms.target.to(device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         place = torch.as_tensor(work.place, device=device)
         value = root(work.packed)
         loss = value_loss(value, known_old[place].to(value), known_target[place].to(value), config.value_clip)
-        backward(loss / D, counts)
-        total += loss.detach() * counts
+        backward(loss / D, is_real)
+        total += loss.detach() * is_real
     loss_sum = float(ranks.total(total))
     norm = clipped_step(root, optimiser, config.max_grad_norm, loss_sum, "the critic's")
     return {"loss_value": loss_sum / D, "critic_grad_norm": norm}
 
 
-def backward(loss: torch.Tensor, counts: bool) -> None:
-    """FSDP averages over ranks: sums over the global count are scaled up by their number. A filler counts nothing."""
-    (loss * (ranks.world() if counts else 0)).backward()
+def backward(loss: Tensor, is_real: bool) -> None:
+    """FSDP averages over ranks: sums over the global count are scaled up by their number. A filler adds nothing."""
+    (loss * (ranks.world() if is_real else 0)).backward()
 
 
 def clipped_step(root: Root, optimiser: torch.optim.Optimizer, max_norm: float, loss: float, whose: str) -> float:

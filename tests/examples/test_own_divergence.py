@@ -1,0 +1,121 @@
+"""A divergence of a user's own, named on the command line: trained for two updates, or refused in one line."""
+
+import os
+import runpy
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train.command import Ended, memopd
+from train.tiny import workshop
+
+from memopd.train.checkpoint import read_whole
+from memopd.train.log import read_metrics
+from memopd.train.traces import read_traces
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+OWN = "own_divergence:skewed"
+
+
+def train(output: Path, name: str, *more: object) -> Ended:
+    """From the folder of the examples, where `module:name` is looked for too."""
+    settings = ("--teacher.divergence", name, "--optimise.steps", "2", *more)
+    command = ("train", workshop() / "config.toml", "--output", output, *settings)
+    return memopd(*command, before=partial(os.chdir, EXAMPLES))
+
+
+@cache
+def trained(name: str, *more: object) -> Path:
+    output = workshop() / "runs" / "-".join(["own-divergence", name, *map(str, more)]).replace(":", "-")
+    ended = train(output, name, *more)
+    assert ended.code == 0, ended.err
+    return output
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return read_whole(run / "checkpoints" / f"step-00000{step}", "student")
+
+
+def test_the_example_worked_out_by_hand():
+    # p = (3/4, 1/4), p_T = (0, 1) up to e^−100: the mixture is (0.075, 0.925), and the KL is finite.
+    skewed = runpy.run_path(str(EXAMPLES / "own_divergence.py"))["skewed"]
+    student = torch.tensor([[0.75, 0.25]], dtype=torch.float64).log()
+    teacher = torch.tensor([[-100.0, 0.0]], dtype=torch.float64)
+    wanted = 0.75 * np.log(0.75 / 0.075) + 0.25 * np.log(0.25 / 0.925)
+    assert skewed(student, teacher).tolist() == pytest.approx([wanted])
+    assert skewed(student, student).tolist() == pytest.approx([0.0])
+
+
+def test_the_command_of_the_docstring_trains(tmp_path):
+    """As a user types it, in a process of its own with the folder in PYTHONPATH."""
+    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    command = ["train", workshop() / "config.toml", "--output", tmp_path / "run", "--teacher.divergence", OWN]
+    done = subprocess.run(
+        [sys.executable, "-m", "memopd.cli", *map(str, command), "--optimise.steps", "2"],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [0, 1]
+    a, b = weights(tmp_path / "run", 2), weights(trained(OWN), 2)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("state", ["aligned", "persistent"])
+def test_it_is_this_divergence_that_was_trained(state):
+    """The metrics, the traces and the weights are its own; what has nothing to do with the teacher is the same."""
+    own, kl = (trained(name, "--teacher-state", state) for name in (OWN, "reverse_kl"))
+    mine, theirs = read_metrics(own), read_metrics(kl)
+    for name in ("loss_opd", "teacher_kl_think", "teacher_kl_action"):
+        assert 0 < mine[0][name] < 0.95 * theirs[0][name]  # never larger: the mixture is nearer than the teacher
+    for name in ("loss_ppo", "entropy", "reward", "loss_value"):
+        assert mine[0][name] == theirs[0][name]
+    traces = [read_traces(run / "traces" / "step-000000.parquet") for run in (own, kl)]
+    assert traces[0].keys() == traces[1].keys()
+    for key in traces[0]:
+        a, b = (t[key].divergence for t in traces)
+        assert (a <= b + 1e-6).all()
+        assert (a < b).any()
+    first, last, other = weights(own, 1), weights(own, 2), weights(kl, 2)
+    assert max(float((last[n] - first[n]).abs().max()) for n in last) > 1e-4
+    assert any(not torch.equal(last[n], other[n]) for n in last)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "jsd:0.5", "top_k:8"])
+def test_the_other_built_in_ones_are_trained_by_their_names(name):
+    metrics, kl = read_metrics(trained(name)), read_metrics(trained("reverse_kl"))
+    assert abs(metrics[0]["loss_opd"] - kl[0]["loss_opd"]) > 1e-3
+    assert metrics[0]["loss_ppo"] == kl[0]["loss_ppo"]
+    assert metrics[0]["first_ratio_error"] == 0.0
+
+
+def test_jsd_at_one_and_a_top_k_of_everything_are_the_reverse_kl():
+    """To the bit: the whole path is the same but for the name."""
+    wanted = weights(trained("reverse_kl"), 2)
+    for name in ("jsd:1", "top_k:100000"):
+        found = weights(trained(name), 2)
+        assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:mine", "No module named 'no_such_module'"),
+        ("own_divergence:mine", "module 'own_divergence' has no 'mine'"),
+        ("own_algorithm:Reinforce", "must be a function of two arguments"),
+        ("math:pi", "must be a function, got float"),
+        ("jsd:2", "the number of 'jsd:2' must be between 0 and 1"),
+        ("kl", "'kl' is not one of reverse_kl, forward_kl, jsd, top_k"),
+    ],
+)
+def test_a_wrong_name_is_one_line_before_any_model_is_loaded(name, message, tmp_path):
+    line = train(tmp_path / "run", name, "--model.student", tmp_path / "no-model").line()
+    assert line.startswith("memopd: teacher.divergence: ")
+    assert message in line
+    assert not (tmp_path / "run").exists()
