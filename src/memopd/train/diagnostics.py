@@ -16,6 +16,7 @@ from memopd.types import Episode
 
 log = logging.getLogger("memopd")
 
+
 def describe(episodes: list[Episode], batches: list[MiniBatch], scored: list[Scored]) -> dict[str, float]:
     calls = [c for b in batches for c in b.calls]
     kept = sum(len(b.episodes) for b in batches)
