@@ -113,10 +113,8 @@ def reward_of(name: str = "em", grading: Grading = "squad", setting: str = "task
     function = resolve(setting, name, REWARDS)
     if name in REWARDS:
         return lambda task, responses: function(grade(task.questions, _last(responses), grading))
-    try:
-        inspect.signature(function).bind(None, ())
-    except TypeError:
-        raise ValueError(f"{setting}: {name!r} must be a function of (task, responses)") from None
+    if isinstance(function, type) or not _takes_two(function):
+        raise ValueError(f"{setting}: {name!r} must be a function of (task, responses)")
 
     def reward(task: Task, responses: Sequence[str]) -> float:
         given = function(task, responses)
@@ -129,6 +127,14 @@ def reward_of(name: str = "em", grading: Grading = "squad", setting: str = "task
         return value
 
     return reward
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 REWARDS: dict[str, Callable[[Grade], float]] = {"em": lambda grade: grade.em, "f1": lambda grade: grade.f1}
