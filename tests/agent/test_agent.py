@@ -1,6 +1,5 @@
 """The agent: exact ids, segments, seeds, ends, and the memory's own calls; a scripted engine and environment."""
 
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +15,8 @@ from memopd.record import read_episodes, write_episodes
 from memopd.report.contexts import contexts
 from memopd.tasks import Question, Task
 from memopd.types import Sampling, Segment, StopReason
+from memopd.verify.audit import audit
+from memopd.verify.families import tiny_model
 
 
 class Letters:
@@ -304,4 +305,17 @@ def test_what_reads_episodes_copes_with_the_memorys_calls(tmp_path):
     assert (found.calls, found.peak, found.peak_without_q) == (4, 15 + 3, 11 + 3)  # actions
     lengths = [len(c.prompt) for c in episode.calls]
     assert found.dependency == sum(3 * (length + 1) for length in lengths)  # every call
-    assert time.time() >= episode.ended
+
+
+def test_an_audit_scores_the_memorys_calls_too():
+    """A question that is shorter than q: no mask covers less than what was sampled."""
+    task = Task("a task that takes long to ask", tasks(4)[0].questions)
+    [episode] = agent(memory=NoteTaking()).play([task])
+    assert len(episode.calls[2].prompt) < len(episode.calls[0].prompt)
+    found = audit(tiny_model("qwen2"), [episode])
+    assert found.passed
+    assert (found.calls, found.domain.sampled) == (7, 21)
+    assert found.domain.trajectory_spurious >= 0
+    assert found.domain.response_spurious == sum(  # what an action reads behind q; a question is a turn of its own
+        len(c.prompt) - len(episode.calls[0].prompt) for c in episode.actions
+    )
