@@ -1,24 +1,29 @@
-"""A memory rule of your own: a class, an entry, and the `memopd` command that knows it.
+"""Memory rules of your own: a class that says what the next call reads.
 
-python examples/own_memory.py rollout TASKS --memory last_two --index INDEX --model MODEL -o EPISODES
+PYTHONPATH=examples memopd rollout TASKS --memory own_memory:LastTwo --index INDEX --model MODEL -o EPISODES
+PYTHONPATH=examples memopd train CONFIG --output RUN --tasks.memory own_memory:LastTwo
 """
 
-from memopd.agent.memory import RULES, Piece
-from memopd.cli import main
+from memopd.agent import Ask, Piece
 
 
 class LastTwo:
     """The last two responses without what they found, then the new information."""
 
     def context(self, turns):
-        said = [Piece(turns[t].response, "memory", t) for t in range(max(0, len(turns) - 2), len(turns))]
-        return [*said, Piece(turns[-1].observation, "observation", len(turns) - 1)]
-
-    def query(self, response, keywords):
-        return keywords  # what to search for when the response asks for `keywords`
+        said = [Piece(turn.response, "memory", turn.call) for turn in turns[-2:]]
+        return [*said, Piece(turns[-1].observation, "observation", turns[-1].call)]
 
 
-RULES["last_two"] = lambda codec: LastTwo()  # `codec` encodes and decodes, for rules that rewrite text
+class Notes:
+    """A note that the model writes of each search, in place of its responses; then the new information."""
 
-if __name__ == "__main__":
-    main()
+    def __init__(self, codec):
+        self.codec = codec
+
+    def context(self, turns):
+        found = self.codec.decode(turns[-1].observation)
+        note = yield Ask(f"Note in a few words what matters here: {found}", purpose="note", max_tokens=24)
+        notes = [reply for turn in turns for reply in turn.replies] + [note]
+        kept = [Piece(reply.ids, "memory", reply.call) for reply in notes]
+        return [*kept, Piece(turns[-1].observation, "observation", turns[-1].call)]

@@ -1,5 +1,6 @@
-"""A reward of your own: any function of the task and the agent's responses, named in the configuration.
+"""A reward of your own: a function of the task and the agent's responses.
 
+PYTHONPATH=examples memopd rollout TASKS --reward own_reward:brief --index INDEX --model MODEL -o EPISODES
 PYTHONPATH=examples memopd train CONFIG --output RUN --tasks.reward own_reward:brief
 """
 

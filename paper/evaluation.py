@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memopd.evaluate import Measures, measure_all
+from memopd.evaluate import Measures, measure_outcomes
 from memopd.files import whole
 from paper.settings import Evaluation
 
@@ -105,22 +105,17 @@ def evaluate(plan: Plan) -> None:
 
 
 def _measure(part: Part, s: Evaluation, engine: Any, tokenizer: Any, index: Any) -> list[Measures]:
-    from memopd.agent.environment import SearchEnvironment
-    from memopd.agent.memory import memory_rule
-    from memopd.agent.rollout import codec_of, repeat, rollout
+    from memopd.agent import Agent, repeat
+    from memopd.agent.parts import build_parts
+    from memopd.config import TasksConfig
     from memopd.tasks.files import read_tasks
     from memopd.types import Sampling
 
     tasks = read_tasks(part.tasks)[: s.limit or None]
-    codec = codec_of(tokenizer)
-    memory = memory_rule(part.memory, codec)
-    environment = SearchEnvironment(index, grading=s.grading, query=memory.query)  # type: ignore[arg-type]
+    environment, memory = build_parts(TasksConfig(memory=part.memory, grading=s.grading), tokenizer, index)
     sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
-    episodes = rollout(
-        engine, environment, memory, tokenizer, repeat(tasks, s.samples), sampling, part.seed, s.batch, s.max_context,
-        part.memory,
-    )  # fmt: skip
-    return measure_all(episodes, tasks, codec.decode, s.grading)  # type: ignore[arg-type]
+    agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, part.memory)
+    return measure_outcomes(agent.graded(repeat(tasks, s.samples), part.seed), tasks)
 
 
 if __name__ == "__main__":

@@ -81,11 +81,10 @@ class Subject:
         return load_causal_lm(path, getattr(torch, self.settings.dtype)).to(device).eval()
 
     def _sample(self, rule: str, tasks: str) -> Iterator[Episode]:
-        from memopd.agent.environment import SearchEnvironment
-        from memopd.agent.memory import memory_rule
-        from memopd.agent.rollout import codec_of, repeat, rollout
+        from memopd.agent import Agent, repeat
+        from memopd.agent.parts import build_parts
+        from memopd.config import TasksConfig
         from memopd.engine.local import LocalEngine
-        from memopd.retrieval import open_index
         from memopd.tasks.files import read_tasks
         from memopd.train.models import load_tokenizer
         from memopd.types import Sampling
@@ -94,14 +93,12 @@ class Subject:
         found = read_tasks(tasks)
         if len(found) < s.trajectories:
             raise ValueError(f"{tasks}: has {len(found)} tasks, trajectories = {s.trajectories} asks for more")
-        memory = memory_rule(rule, codec_of(tokenizer))
-        environment = SearchEnvironment(open_index(s.index), query=memory.query)
+        environment, memory = build_parts(TasksConfig(index=s.index, memory=rule), tokenizer)
         sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
         engine = LocalEngine(self.model, tokenizer, slots=s.batch, max_length=s.max_context + s.max_tokens)
         pairs = self.progress(f"trajectories, {rule}", list(repeat(found[: s.trajectories])))
+        agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, rule)
         try:
-            yield from rollout(
-                engine, environment, memory, tokenizer, pairs, sampling, s.seed, s.batch, s.max_context, rule
-            )
+            yield from agent.play(pairs, s.seed)
         finally:
             engine.close()

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -40,14 +40,29 @@ def build(setting: str, name: str, part: Callable[..., Any], offered: Mapping[st
     >>> build("tasks.memory", "m:Rule", lambda codec, size=2: (codec, size), {"codec": "utf-8", "index": None})
     ('utf-8', 2)
     """
-    wanted = inspect.signature(part).parameters.values()
-    named = [p for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if unknown := [p.name for p in named if p.default is p.empty and p.name not in offered]:
+    check_parameters(setting, name, part, offered)
+    return part(**{p: offered[p] for p in parameters(part) if p in offered})
+
+
+def check_parameters(setting: str, name: str, part: Callable[..., Any], offered: Collection[str]) -> None:
+    """Whether `build` can call `part` with what is offered, before any of that exists."""
+    needed = [p for p, has_default in parameters(part).items() if not has_default]
+    if unknown := [p for p in needed if p not in offered]:
         raise ValueError(
             f"{setting}: {name!r} asks for {', '.join(unknown)}; it can have {', '.join(offered) or 'nothing'}: "
             "rename the parameter, or give it a default"
         )
-    return part(**{p.name: offered[p.name] for p in named if p.name in offered})
+
+
+def parameters(part: Callable[..., Any]) -> dict[str, bool]:
+    """What `part` asks for by name, and whether it has a default.
+
+    >>> parameters(lambda codec, size=2: None)
+    {'codec': False, 'size': True}
+    """
+    wanted = inspect.signature(part).parameters.values()
+    named = [p for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return {p.name: p.default is not p.empty for p in named}
 
 
 def _imported(setting: str, name: str, module: str, attribute: str) -> Any:

@@ -165,6 +165,15 @@ class Episode:
         if not _finite(self.reward):
             raise ValueError(f"episode {self.id!r}: reward: must be a finite number, got {self.reward!r}")
 
+    @property
+    def actions(self) -> tuple[Call, ...]:
+        """The calls in which the agent acted. Other calls say their purpose, such as a note that the memory wrote.
+
+        >>> len(Episode("e0", "t", [Call([1], [2]), Call([3], [4], purpose="note"), Call([1, 4], [5])]).actions)
+        2
+        """
+        return tuple(call for call in self.calls if not call.purpose) or self.calls  # every call has one: all act
+
     @classmethod
     def of(cls, id: str, task_id: str, calls: Iterable[dict[str, Any]], **rest: Any) -> Self:
         """From plain dictionaries, so that an error names the episode, the call and the field."""

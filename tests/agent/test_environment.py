@@ -82,9 +82,17 @@ def test_a_reward_of_ones_own():
     assert environment.grade(TWO, ["a", "b"]).reward == 2.0
 
 
-def test_the_memory_rule_may_rewrite_queries():
+def test_a_reward_may_be_a_function_or_its_name():
+    assert SearchEnvironment(Index(), reward=longest).grade(TWO, ["a", "b", "c"]).reward == 3.0
+
+
+def test_an_outcome_says_whether_there_was_an_answer():
+    graded = [SearchEnvironment(Index()).grade(TWO, [f"<answer>{said}</answer>"]) for said in ("Ann; Vel", "Ann")]
+    assert [(o.em, o.f1, o.valid) for o in graded] == [(2.0, 2.0, True), (0.0, 0.0, False)]
+
+
+def test_each_episode_searches_as_its_memory_rule_says():
     index = Index()
-    SearchEnvironment(index, query=lambda response, keywords: keywords.upper()).step(
-        [Progress(ONE, ("<search>a</search>",))]
-    )
-    assert index.asked == [["A"]]
+    live = [Progress(ONE, ("<search>a</search>",), str.upper), Progress(ONE, ("<search>b</search>",))]
+    SearchEnvironment(index).step(live)
+    assert index.asked == [["A", "b"]]

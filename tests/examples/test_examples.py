@@ -1,5 +1,7 @@
 """Examples run, and do what the guides say they do; what the guides quote of them is theirs."""
 
+import json
+import os
 import re
 import runpy
 import shutil
@@ -14,18 +16,18 @@ from threading import Thread
 import pytest
 import torch
 import uvicorn
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from memopd.agent.environment import SearchEnvironment
+from memopd.agent import Agent, SearchEnvironment, repeat
 from memopd.agent.memory import Mem1
-from memopd.agent.rollout import repeat, rollout
 from memopd.engine.local import LocalEngine
 from memopd.gateway.server import create_app
 from memopd.record import import_calls, read_episodes, write_episodes
 from memopd.retrieval import open_index
 from memopd.tasks.files import read_tasks, write_tasks
 from memopd.tasks.grading import grade, reward_of
-from memopd.types import Sampling
+from memopd.train.traces import read_traces
 from memopd.world.demonstrations import write_world
 from memopd.world.encyclopedia import Difficulty
 from memopd.world.oracle import Oracle
@@ -69,50 +71,118 @@ def test_the_api_in_under_fifty_lines(name, tmp_path, monkeypatch, capsys):
         assert len(list(read_episodes("runs/example.parquet"))) == 1
 
 
-def test_own_memory_is_known_to_every_verb(world, tmp_path, monkeypatch):
-    store = tmp_path / "last_two"
-    run(
-        "own_memory.py", "rollout", world / "tasks/dev-q2.parquet", "--limit", 6, "--memory", "last_two", "-o", store,
-        "--index", world / "index", "--policy", "oracle", "--tokenizer", world / "tokenizer",
-        monkeypatch=monkeypatch,
-    )  # fmt: skip
-    episodes = list(read_episodes(store))
-    assert {e.memory for e in episodes} == {"last_two"}
+# ---- parts of your own, through the command line
+
+
+def memopd(*arguments):
+    """The command in a process of its own, as the examples' first lines call it."""
+    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    settings = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "memopd.cli", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def scripted(world, k=2):
+    tasks = world / "tasks" / f"train-q{k}.parquet"
+    return [tasks, "--policy", "oracle", "--tokenizer", world / "tokenizer", "--index", world / "index", "--limit", 4]
+
+
+@pytest.fixture
+def train(world, tmp_path):
+    """Two updates of the shipped student with a part of one's own; the episodes of both."""
+
+    def trained(*settings):
+        memopd(
+            "train", "configs/quickstart.toml", "--output", tmp_path / "run", "--teacher.state", "none",
+            "--tasks.train", world / "tasks/train-q1.parquet", "--tasks.index", world / "index",
+            "--optimise.steps", 2, "--optimise.tasks", 2, "--optimise.samples", 2, *settings,
+        )  # fmt: skip
+        start, end = (load_file(folder / "model.safetensors") for folder in (STUDENT, tmp_path / "run" / "model"))
+        assert any((start[name] != end[name]).any() for name in start)
+        steps = [list(read_episodes(f)) for f in sorted((tmp_path / "run" / "episodes").glob("step-*.parquet"))]
+        assert [len(episodes) for episodes in steps] == [4, 4]
+        return [episode for episodes in steps for episode in episodes]
+
+    return trained
+
+
+def kept(call):
+    return [(s.kind, s.source) for s in call.segments]
+
+
+def test_own_memory_samples(world, tmp_path):
+    memopd("rollout", *scripted(world), "--memory", "own_memory:LastTwo", "-o", tmp_path / "e")
+    episodes = list(read_episodes(tmp_path / "e"))
+    assert {e.memory for e in episodes} == {"own_memory:LastTwo"}
     longest = max(episodes, key=lambda e: len(e.calls))
     assert len(longest.calls) >= 4
     a, b, read = longest.calls[1], longest.calls[2], longest.calls[3].prompt.tolist()
-    assert [(s.kind, s.source) for s in longest.calls[3].segments] == [
-        ("prefix", None),
-        ("memory", 1),
-        ("memory", 2),
-        ("observation", 2),
-    ]
-    kept = [*a.completion.tolist(), *b.completion.tolist()]
+    assert kept(longest.calls[3]) == [("prefix", None), ("memory", 1), ("memory", 2), ("observation", 2)]
+    said = [*a.completion.tolist(), *b.completion.tolist()]
     start = longest.calls[3].segments[0].stop
-    assert read[start : start + len(kept)] == kept
+    assert read[start : start + len(said)] == said
 
 
-def test_own_environment_pays_for_searches(world, oracle):
-    engine, pairs, tokenizer = oracle
-    own = runpy.run_path(str(EXAMPLES / "own_environment.py"))
-    priced = own["PricedSearch"](SearchEnvironment(open_index(str(world / "index"))), price=0.02)
-    for episode in rollout(engine, priced, Mem1(), tokenizer, pairs, Sampling(), 0):
-        searches = len(episode.calls) - 1
-        assert [c.reward for c in episode.calls] == pytest.approx([-0.02 * (t + 1) for t in range(searches)] + [0.0])
+def test_own_memory_is_trained(train):
+    episodes = train("--tasks.memory", "own_memory:LastTwo")
+    later = [(t, call) for e in episodes for t, call in enumerate(e.calls) if t >= 2]
+    assert later
+    for t, call in later:
+        assert kept(call) == [("prefix", None), ("memory", t - 2), ("memory", t - 1), ("observation", t - 1)]
+
+
+def test_a_memory_that_writes_notes_is_trained(train, tmp_path):
+    """Notes are calls of the policy's: recorded with their purpose, read by later actions, and trained on."""
+    episodes = train("--tasks.memory", "own_memory:Notes", "--tasks.reward", "own_reward:brief")
+    noted = [e for e in episodes if len(e.actions) > 1]
+    assert noted
+    for episode in noted:
+        action, note, after = episode.calls[:3]
+        assert [c.purpose for c in (action, note, after)] == ["", "note", ""]
+        assert len(note.completion) <= 24
+        assert kept(after) == [("prefix", None), ("memory", 1), ("observation", 0)]
+        memory = after.segments[1]
+        assert after.prompt[memory.start : memory.stop].tolist() == note.completion.tolist()
+    traces = {
+        key: trace
+        for file in (tmp_path / "run" / "traces").glob("step-*.parquet")
+        for key, trace in read_traces(file).items()
+    }
+    taught = [trace for trace in traces.values() if (trace.episode, trace.call) in {(e.id, 1) for e in noted}]
+    assert taught
+    assert any(trace.advantage.any() for trace in taught)
+
+
+def test_own_environment_samples_and_evaluates(world, tmp_path):
+    priced = ["--environment", "own_environment:PricedSearch"]
+    memopd("rollout", *scripted(world), *priced, "-o", tmp_path / "e")
+    for episode in read_episodes(tmp_path / "e"):
+        assert_priced(episode)
         assert episode.reward == 2.0
+    found = json.loads(memopd("evaluate", *scripted(world), *priced, "--json"))
+    assert found["results"][0]["metrics"]["em"]["mean"] == 2.0
 
 
-def test_own_environment_as_a_program(world, tmp_path, monkeypatch):
-    write_tasks(tmp_path / "one.parquet", read_tasks(world / "tasks/train-q2.parquet")[:1], lambda task: "")
-    run(
-        "own_environment.py",
-        tmp_path / "one.parquet",
-        world / "index",
-        STUDENT,
-        tmp_path / "e",
-        monkeypatch=monkeypatch,
-    )
-    assert len(list(read_episodes(tmp_path / "e"))) == 4
+def test_own_environment_is_trained(train):
+    episodes = train("--tasks.environment", "own_environment:PricedSearch")
+    assert any(len(e.calls) > 2 for e in episodes)
+    for episode in episodes:
+        assert_priced(episode)
+
+
+def assert_priced(episode):
+    searches = len(episode.calls) - 1
+    assert [c.reward for c in episode.calls] == pytest.approx([-0.02 * (t + 1) for t in range(searches)] + [0.0])
+
+
+def test_own_reward_samples(world, tmp_path):
+    memopd("rollout", *scripted(world), "--reward", "own_reward:brief", "-o", tmp_path / "e")
+    decode = AutoTokenizer.from_pretrained(world / "tokenizer").decode
+    for episode in read_episodes(tmp_path / "e"):
+        said = sum(len(decode(c.completion.tolist())) for c in episode.calls)
+        assert episode.reward == pytest.approx(2.0 - 0.0005 * said)
 
 
 def test_own_reward_has_a_name(world, monkeypatch):
@@ -124,12 +194,14 @@ def test_own_reward_has_a_name(world, monkeypatch):
     assert reward_of("own_reward:brief")(task, ["x" * 100, right]) == pytest.approx(1.95 - 0.0005 * len(right))
 
 
+# ---- loops of your own
+
+
 def test_own_loop_learns_from_the_teacher(world, oracle, tmp_path, monkeypatch, capsys):
     _, pairs, _ = oracle
-    environment = SearchEnvironment(open_index(str(world / "index")))
-    student_words = AutoTokenizer.from_pretrained(STUDENT)
-    made = rollout(Oracle(pairs, student_words, 0), environment, Mem1(), student_words, pairs[:2], Sampling(), 0)
-    write_episodes(tmp_path / "e.parquet", made)
+    words = AutoTokenizer.from_pretrained(STUDENT)
+    agent = Agent(Oracle(pairs, words, 0), SearchEnvironment(open_index(world / "index")), Mem1(), words)
+    write_episodes(tmp_path / "e.parquet", agent.play(pairs[:2]))
     run("own_loop.py", tmp_path / "e.parquet", STUDENT, TEACHER, monkeypatch=monkeypatch)
     divergence = [float(n) for n in re.findall(r"teacher (\d+\.\d+)", capsys.readouterr().out)]
     assert len(divergence) == 3
@@ -175,10 +247,10 @@ def test_guides_quote_what_is_there(guide):
 
 def test_the_log_of_the_audit_guide_can_be_imported(oracle, world, tmp_path, monkeypatch):
     engine, pairs, tokenizer = oracle
-    environment = SearchEnvironment(open_index(str(world / "index")))
+    agent = Agent(engine, SearchEnvironment(open_index(world / "index")), Mem1(), tokenizer)
     made = [
         replace(e, calls=tuple(replace(c, logprobs=[-1.0] * len(c.completion)) for c in e.calls))  # an oracle has none
-        for e in rollout(engine, environment, Mem1(), tokenizer, pairs[:2], Sampling(), 0)
+        for e in agent.play(pairs[:2])
     ]
     monkeypatch.chdir(tmp_path)
     write_episodes("runs/quickstart/episodes", made)

@@ -10,10 +10,9 @@ from small import folder
 from transformers import AutoTokenizer
 
 from memopd import cli
-from memopd.agent.environment import SearchEnvironment
-from memopd.agent.memory import memory_rule
-from memopd.agent.rollout import codec_of, repeat, rollout
-from memopd.retrieval import open_index
+from memopd.agent import Agent, repeat
+from memopd.agent.parts import build_parts
+from memopd.config import TasksConfig
 from memopd.tasks.files import read_tasks
 from memopd.types import Sampling
 from memopd.world.oracle import Oracle
@@ -36,12 +35,10 @@ max_context = 900
 def oracle(self, rule, tasks):
     """Who can do the task makes several calls; a random model gives up at once."""
     tokenizer = AutoTokenizer.from_pretrained(folder() / "world" / "tokenizer")
-    memory = memory_rule(rule, codec_of(tokenizer))
     pairs = list(repeat(read_tasks(tasks)[: self.settings.trajectories]))
-    environment = SearchEnvironment(open_index(self.settings.index), query=memory.query)
-    yield from rollout(
-        Oracle(pairs, tokenizer, 0), environment, memory, tokenizer, pairs, Sampling(max_tokens=256), 0, rule=rule
-    )
+    environment, memory = build_parts(TasksConfig(index=self.settings.index, memory=rule), tokenizer)
+    agent = Agent(Oracle(pairs, tokenizer, 0), environment, memory, tokenizer, Sampling(max_tokens=256), rule=rule)
+    yield from agent.play(pairs)
 
 
 @pytest.fixture

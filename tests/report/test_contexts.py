@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from memopd.agent.memory import Codec, Turn, assemble, memory_rule
+from memopd.agent.codec import Codec
+from memopd.agent.memory import Turn, assemble, memory_rule
 from memopd.report.contexts import contexts, flatten
 from memopd.types import Call, Episode, Segment, StopReason
 
@@ -23,7 +24,7 @@ def episode(rule: str, segments: bool = True) -> Episode:
         prompt, spans = assemble(np.array(Q, np.int32), pieces)
         calls.append(Call(prompt, A[t], segments=spans if segments else ()))
         if t < 2:
-            turns.append(Turn(np.array(A[t], np.int32), np.array(SEEN[t], np.int32)))
+            turns.append(Turn(np.array(A[t], np.int32), np.array(SEEN[t], np.int32), t))
     return Episode("e", "t", calls)
 
 

@@ -193,24 +193,26 @@ def test_rewards_of_the_users_own(tmp_path, monkeypatch):
         "def count(task, responses): return len(responses) + task.k\n"
         "def broken(task, responses): return 'a lot'\n"
         "def infinite(task, responses): return float('inf')\n"
+        "def one(task): return 1.0\n"
         "number = 3\n"
     )
     (tmp_path / "their_broken_rewards.py").write_text("import no_such_thing\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert reward_of("their_rewards:count")(TASK, ["a", "b", "c"]) == 5
     for name, message in {
-        "their_rewards:broken": "must return a finite number, got 'a lot' for task 't'",
+        "their_rewards:broken": "tasks.reward: 'their_rewards:broken' must return a finite number, got 'a lot' for task 't'",
         "their_rewards:infinite": "must return a finite number, got inf",
     }.items():
         with pytest.raises(ValueError, match=message):
             reward_of(name)(TASK, ["a"])
     for name, message in {
         "their_rewards:sum": "module 'their_rewards' has no 'sum'",
-        "their_rewards:number": "must be a function of .* got int",
-        "their_reward:count": "No module named 'their_reward'; install the module or put its folder in PYTHONPATH",
+        "their_rewards:number": "must be a function, got int",
+        "their_rewards:one": r"must be a function of \(task, responses\)",
+        "their_reward:count": "No module named 'their_reward'; put its folder in PYTHONPATH, or run from it",
         "their_broken_rewards:count": "No module named 'no_such_thing'",
-        "their_rewards": "must be em, f1 or package.module:function",
-        "precision": "must be em, f1 or package.module:function",
+        "their_rewards": "'their_rewards' is not one of em, f1; your own is written module:name",
+        "precision": "'precision' is not one of em, f1; your own is written module:name",
     }.items():
         with pytest.raises(ValueError, match=message):
             reward_of(name)

@@ -11,7 +11,7 @@ from live import policy, world
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from memopd.agent.rollout import codec_of
+from memopd.agent.codec import codec_of
 from memopd.config import SftConfig
 from memopd.record import read_episodes, write_episodes
 from memopd.train.batch import mini_batch

@@ -11,12 +11,13 @@ from live import policy, world
 from tiny import recorded, workshop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from memopd.agent import Observation, Outcome
 from memopd.compile import persistent_history
 from memopd.config import load_config
 from memopd.engine.local import LocalEngine
 from memopd.engine.protocol import Request
 from memopd.engine.vllm.engine import StaleWeights
-from memopd.record import write_episodes
+from memopd.record import read_episodes, write_episodes
 from memopd.train import engines
 from memopd.train.learner import build
 from memopd.train.log import read_metrics
@@ -79,6 +80,50 @@ def test_a_task_that_does_not_fit_is_named_before_the_first_step(sampler):
         ValueError, match=r"task '.*': what it asks has \d+ tokens, and tasks.max_context is 64: raise it"
     ):
         sampler(**{"tasks.max_context": "64"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "says"),
+    [
+        ("memory", "nowhere:Rule", "tasks.memory: 'nowhere:Rule': No module named 'nowhere'"),
+        ("memory", "memopd.agent:SearchEnvironment", "must be a class with context; it has no context"),
+        ("environment", "memopd.agent:World", "tasks.environment: 'memopd.agent:World': module 'memopd.agent' has no"),
+        ("reward", "memopd.agent.agent:call_seed:3", "tasks.reward: 'memopd.agent.agent:call_seed:3': module"),
+        ("index", "", "tasks.index: name an index folder"),
+    ],
+)
+def test_a_wrong_name_is_one_line_before_a_model_is_loaded(setting, name, says, tmp_path):
+    """There is no such model either; of the two mistakes the name is told, and no run directory is left."""
+    for verb in ("train", "sft"):
+        options = ("--model.student", "/nowhere", "--sft.start", "/nowhere", f"--tasks.{setting}={name}")
+        line = memopd(verb, world() / f"{verb}.toml", "--output", tmp_path / verb, *options).line()
+        assert says in line
+        assert not (tmp_path / verb).exists()
+
+
+class Echo:
+    """A whole environment without an index: say anything; one answer per turn, two turns."""
+
+    def start(self, task):
+        return Observation(f"Say {task.id}")
+
+    def step(self, live):
+        return [Observation("Again." if len(p.responses) < 2 else None, reward=0.5) for p in live]
+
+    def grade(self, task, responses):
+        return Outcome(1.0, em=0.25, f1=0.75)
+
+
+def test_an_environment_that_searches_nothing_needs_no_index(tmp_path):
+    policy()
+    ended = memopd("train", world() / "train.toml", "--output", tmp_path / "run", "--optimise.steps", "2",
+                   "--tasks.index=", "--tasks.environment", "test_sources:Echo")  # fmt: skip
+    assert ended.code == 0, ended.err
+    for line in read_metrics(tmp_path / "run"):
+        assert (line["reward"], line["em"], line["f1"]) == (1.0, 0.25, 0.75)
+    assert line["dev_em"] == 0.25
+    episodes = list(read_episodes(tmp_path / "run" / "episodes"))
+    assert {tuple(c.reward for c in e.calls) for e in episodes} == {(0.5, 0.5)}
 
 
 def test_dev_wants_tasks(tmp_path):

@@ -135,7 +135,11 @@ def test_audit_shows_a_row_per_memory_rule(world, scripted, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--memory", "mem2"], "unknown memory rule"),
+        (["--memory", "mem2"], "--memory: 'mem2' is not one of mem1, full_response,"),
+        (["--memory", "nowhere:Rule"], "--memory: 'nowhere:Rule': No module named 'nowhere'"),
+        (["--environment", "memopd.agent:Agent"], "must be a class with start, step, grade; it has no start, step"),
+        (["--reward", "memopd.tasks.grading:normalise"], "must be a function of (task, responses)"),
+        (["--index", ""], "--index: name an index folder"),
         (["--policy", "oracle"], "needs --tokenizer"),
         ([], "give --model"),
         (["--model", "/nowhere/at/all"], "nowhere"),
@@ -143,8 +147,8 @@ def test_audit_shows_a_row_per_memory_rule(world, scripted, tmp_path):
 )
 def test_errors_say_what_to_do(world, tmp_path, arguments, says):
     options = ["--index", world / "index", "-o", tmp_path / "e"]
-    if "--memory" in arguments:
-        options += ["--policy", "oracle", "--tokenizer", world / "tokenizer"]
+    if arguments and arguments[0] not in ("--policy", "--model"):
+        options += ["--policy", "oracle", "--tokenizer", "/nowhere"]  # names are resolved before anything is opened
     said = memopd("rollout", world / "tasks/dev-q1.parquet", *options, *arguments, status=2)
     assert says in said
     assert "Traceback" not in said

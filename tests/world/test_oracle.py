@@ -5,11 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from memopd.agent.environment import SearchEnvironment
-from memopd.agent.memory import RULES, memory_rule
-from memopd.agent.rollout import codec_of, repeat, rollout
+from memopd.agent import Agent, Ask, Piece, SearchEnvironment, repeat
+from memopd.agent.codec import codec_of
+from memopd.agent.memory import RULES, Mem1
 from memopd.tasks import Question, Task
-from memopd.types import Sampling
 from memopd.world.demonstrations import demonstrate
 from memopd.world.encyclopedia import tasks
 from memopd.world.oracle import Guesser, Oracle
@@ -65,10 +64,9 @@ def test_oracle_believes_only_what_it_read(small):
 
 def test_a_careless_oracle_keeps_to_the_protocol_and_is_wrong_as_often_as_it_should_be(small):
     pairs = list(repeat(tasks(small.world, 8, "train")[:40]))
-    memory = memory_rule("mem1", codec_of(small.tokenizer))
     oracle = Oracle(pairs, small.tokenizer, misreads=0.25)
-    environment = SearchEnvironment(small.index, query=memory.query)
-    episodes = list(rollout(oracle, environment, memory, small.tokenizer, pairs, Sampling(), 0, 64, 8192, "mem1"))
+    agent = Agent(oracle, SearchEnvironment(small.index), Mem1(), small.tokenizer, max_context=8192)
+    episodes = list(agent.play(pairs))
     asked = [q for _, task in pairs for q in task.questions]
     expected = sum(0.75 ** len(q.steps) for q in asked)  # a fact for every step, each read right three times in four
     right, spread = sum(e.reward for e in episodes), np.sqrt(len(asked) / 4)
@@ -88,12 +86,9 @@ def test_who_never_searches_scores_nothing(large):
     for kind in ("one-hop", "bridge", "comparison"):
         asked = [Task(q.id, (q,)) for q in large.world.questions["test"] if q.kind == kind][:500]
         pairs = list(repeat(asked))
-        memory = memory_rule("mem1", codec_of(large.tokenizer))
         guesser = Guesser(pairs, large.tokenizer, known[:2000])
-        episodes = rollout(
-            guesser, SearchEnvironment(large.index), memory, large.tokenizer, pairs, Sampling(), seed=0, batch=500
-        )
-        score = np.mean([e.reward for e in episodes])
+        agent = Agent(guesser, SearchEnvironment(large.index), Mem1(), large.tokenizer, batch=500)
+        score = np.mean([e.reward for e in agent.play(pairs)])
         # Chance, with three standard errors of 500 coins.
         assert score <= 0.5 + 3 * 0.5 / 500**0.5 if kind == "comparison" else score < 0.02
 
@@ -107,12 +102,35 @@ def test_oracle_is_reproducible(small):
 
 def test_oracle_is_an_engine_for_any_batch(small):
     pairs = list(repeat(tasks(small.world, 2, "dev")[:12]))
-    memory = memory_rule("mem1", codec_of(small.tokenizer))
     runs = []
     for batch in (1, 5, 12):
-        done = rollout(
-            Oracle(pairs, small.tokenizer), SearchEnvironment(small.index), memory, small.tokenizer, pairs, Sampling(),
-            seed=0, batch=batch,
-        )  # fmt: skip
-        runs.append({e.id: e.calls for e in done})
+        oracle = Oracle(pairs, small.tokenizer)
+        agent = Agent(oracle, SearchEnvironment(small.index), Mem1(), small.tokenizer, batch=batch)
+        runs.append({e.id: e.calls for e in agent.play(pairs)})
     assert runs[0] == runs[1] == runs[2]
+
+
+def test_the_oracle_answers_a_memory_that_asks_and_goes_on(small):
+    """Notes of what it knows; the notes change none of its actions."""
+
+    class Noting(Mem1):
+        def context(self, turns):
+            note = yield Ask("What do you know?", purpose="note")
+            return [Piece(note.ids, "memory", note.call), *super().context(turns)]
+
+    pairs = list(repeat(tasks(small.world, 2, "dev")[:8]))
+    plain, noting = (
+        {
+            e.id: e
+            for e in Agent(Oracle(pairs, small.tokenizer), SearchEnvironment(small.index), memory, small.tokenizer).play(
+                pairs
+            )
+        }
+        for memory in (Mem1(), Noting())
+    )
+    for id, episode in noting.items():
+        assert episode.reward == 2.0
+        assert [c.completion.tolist() for c in episode.actions] == [c.completion.tolist() for c in plain[id].calls]
+        notes = [small.tokenizer.decode(c.completion.tolist()) for c in episode.calls if c.purpose]
+        assert len(notes) == len(episode.actions) - 1
+        assert not any("<search>" in note for note in notes)

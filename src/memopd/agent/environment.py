@@ -1,6 +1,7 @@
-"""Where the agent acts. An `Environment` is three methods on text; a user's own is one file.
+"""Where the agent acts. An `Environment` is three methods on text; your own is one class, named `module:name`.
 
-Token ids, memory and recording are not its business: it is told what the agents wrote and says what they read next.
+An environment reads what the agents wrote and says what they read next. Token ids, memory and recording are the
+agent's business.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from typing import Protocol
 from memopd.agent.protocol import LAST_STOPS, STOPS, Action, Kind, information, read_action, user_message
 from memopd.retrieval import Index
 from memopd.tasks import Task
-from memopd.tasks.grading import Grading, grade, reward_of
+from memopd.tasks.grading import Grading, Reward, grade, reward_of
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One live episode: its task and every response so far."""
+    """One live episode: its task, every response so far, and how its memory rule searches.
+
+    >>> from memopd.tasks import Question
+    >>> Progress(Task("t", (Question("0", "Who?", ("Ann",)),)), ("<search>Velm source</search>",)).query("Velm source")
+    'Velm source'
+    """
 
     task: Task
     responses: tuple[str, ...]
+    query: Callable[[str], str] = str  # what to retrieve where the last response asks for these keywords
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +41,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """What an episode was worth. Only the reward is learnt from; the rest is reported."""
+
     reward: float  # of the task, paid on the last sampled token
-    em: float = 0.0
-    f1: float = 0.0
+    em: float = 0.0  # Σ over questions
+    f1: float = 0.0  # Σ over questions
+    valid: bool = True  # there was an answer, in the form that was asked for
 
 
 class Environment(Protocol):
@@ -52,7 +62,7 @@ class Environment(Protocol):
 
 
 def turns_for(k: int) -> int:
-    """Two searches a question, the answer, and one to spare: 6 for two questions, as MEM1 trains."""
+    """Two searches per question, the answer, and one to spare: 6 for two questions, as MEM1 trains."""
     return 2 * k + 2
 
 
@@ -63,9 +73,8 @@ class SearchEnvironment:
     index: Index
     topk: int = 3
     turns: Callable[[int], int] = turns_for
-    reward: str = "em"  # or "f1", or "package.module:function"
+    reward: str | Reward = "em"  # or "f1", or "module:function", or a function of (task, responses)
     grading: Grading = "squad"
-    query: Callable[[str, str], str] = lambda response, keywords: keywords  # the memory rule's, where it has one
 
     def start(self, task: Task) -> Observation:
         return Observation(user_message(task), self._stops(task, turn=0))
@@ -73,7 +82,7 @@ class SearchEnvironment:
     def step(self, live: Sequence[Progress]) -> list[Observation]:
         actions = [self._action(p) for p in live]
         asked = [i for i, a in enumerate(actions) if a.kind is Kind.SEARCH and a.text]
-        queries = [self.query(live[i].responses[-1], actions[i].text) for i in asked]
+        queries = [live[i].query(actions[i].text) for i in asked]
         found = dict(zip(asked, self.index.search(queries, self.topk) if queries else [], strict=True))
         return [
             self._observation(p, [(h.passage.title, h.passage.text) for h in found.get(i, [])])
@@ -85,7 +94,8 @@ class SearchEnvironment:
     def grade(self, task: Task, responses: Sequence[str]) -> Outcome:
         last = responses[-1] if responses else ""
         graded = grade(task.questions, last, self.grading)
-        return Outcome(reward_of(self.reward, self.grading)(task, responses), graded.em, graded.f1)
+        reward = reward_of(self.reward, self.grading) if isinstance(self.reward, str) else self.reward
+        return Outcome(reward(task, responses), graded.em, graded.f1, graded.valid)
 
     def _action(self, progress: Progress) -> Action:
         last = len(progress.responses) >= self.turns(progress.task.k)

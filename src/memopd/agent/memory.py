@@ -1,72 +1,97 @@
 """Context-update rules U: what of the interaction so far the next call reads, after q.
 
 A rule turns the turns so far into pieces of token ids. Retained responses are slices of the ids as sampled; an
-observation is encoded once; only `summary` and `refresh`, by their definition, encode text again. A new rule is one
-class and one entry in RULES.
+observation is encoded once; only `summary` and `refresh`, by their definition, encode text again.
+
+A rule may ask the model for something of its own, such as a note. Its `context` is then a generator: it yields an
+`Ask`, gets the `Reply`, and returns the pieces. The agent makes the calls of all live episodes together and records
+each of them. A later update finds the replies in the turns (`Turn.replies`), so that a rule needs no state.
+
+A rule of your own is one class with `context`, named `module:name`; `parts.py` resolves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from memopd.agent.codec import Codec
 from memopd.agent.protocol import summary_of
+from memopd.names import build, parameters, resolve
 from memopd.types import Ids, Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """One call and what its action brought."""
-
-    response: Ids  # a_t, as sampled
-    observation: Ids  # o_t, encoded once
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A stretch of the next context, and where it came from."""
+    """A span of the next context, and where it came from."""
 
     ids: Ids
     kind: str  # "memory" (retained) or "observation" (new)
-    source: int  # the call
+    source: int  # the call: Turn.call or Reply.call
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """Text to ids and back, for the rules that rewrite text."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """A model call that a memory rule makes for itself. It samples as the agent's own calls do.
 
-    encode: Callable[[str], Ids]
-    decode: Callable[[Ids], str]
+    >>> Ask("Note what matters in: the Velm is 90 km long", purpose="note", stop=("\\n",), max_tokens=64).trainable
+    True
+    """
+
+    prompt: str | Ids | Sequence[Piece]  # a user turn of its own; or these ids; or q and then these pieces
+    purpose: str = "memory"  # recorded with the call
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None  # at most the agent's own limit
+    trainable: bool = True  # False: nothing is learnt from the call
+
+    def __post_init__(self) -> None:
+        if not self.purpose:
+            raise ValueError("Ask.purpose must not be empty: calls without a purpose are the agent's actions")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """What the model answered to an `Ask`."""
+
+    ids: Ids  # as sampled
+    text: str
+    purpose: str
+    call: int  # its number in the episode: the source of a piece that retains it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One action, what it brought, and what the model answered to the rule after it."""
+
+    response: Ids  # a_t, as sampled
+    observation: Ids  # o_t, encoded once
+    call: int  # the number of the action among the calls of the episode: the source of its pieces
+    replies: tuple[Reply, ...] = ()
+
+
+Update: TypeAlias = Generator[Ask, Reply, Sequence[Piece]]
 
 
 class Memory(Protocol):
-    def context(self, turns: Sequence[Turn]) -> list[Piece]:
+    def context(self, turns: Sequence[Turn]) -> Sequence[Piece] | Update:
         """x_{t+1} from the turns 0..t, never empty."""
         ...
 
-    def query(self, response: str, keywords: str) -> str:
-        """What to retrieve when the agent's response asks for `keywords`."""
-        ...
+    # def query(self, response: str, keywords: str) -> str
+    #     Optional: what to retrieve when the agent's response asks for `keywords`. Without it, the keywords.
 
 
-class _Rule:
-    """Most rules retrieve what the agent asks for."""
-
-    def query(self, response: str, keywords: str) -> str:
-        return keywords
-
-
-class Mem1(_Rule):
+class Mem1:
     """The whole last response, then the new information."""
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
-        return [_said(turns, -1), _new(turns)]
+        return [_said(turns[-1]), _new(turns)]
 
 
-class FullResponse(_Rule):
+class FullResponse:
     """Everything so far: the append-only history of most agents."""
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
@@ -74,18 +99,18 @@ class FullResponse(_Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Suffix(_Rule):
-    """The last n tokens of the last response, then the new information."""
+class Suffix:
+    """The last `size` tokens of the last response, then the new information."""
 
-    n: int = 64
+    size: int = 64
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
-        said = _said(turns, -1)
-        return [Piece(said.ids[-self.n :], said.kind, said.source), _new(turns)]
+        said = _said(turns[-1])
+        return [Piece(said.ids[-self.size :], said.kind, said.source), _new(turns)]
 
 
 @dataclass(frozen=True, slots=True)
-class Summary(_Rule):
+class Summary:
     """Only the summary of the last response, encoded again, then the new information."""
 
     codec: Codec
@@ -93,21 +118,21 @@ class Summary(_Rule):
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
         text = summary_of(self.codec.decode(turns[-1].response))
         ids = self.codec.encode(f"<think>{text}</think>")
-        return [Piece(ids, "memory", len(turns) - 1), _new(turns)]
+        return [Piece(ids, "memory", turns[-1].call), _new(turns)]
 
 
 @dataclass(frozen=True, slots=True)
-class Window(_Rule):
-    """The last w responses and informations."""
+class Window:
+    """The last `size` responses and informations."""
 
-    w: int = 2
+    size: int = 2
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
-        return _history(turns, since=max(0, len(turns) - self.w))
+        return _history(turns[-self.size :])
 
 
 @dataclass(frozen=True, slots=True)
-class Refresh(_Rule):
+class Refresh:
     """The summary, then evidence retrieved anew for it, in place of the old evidence."""
 
     codec: Codec
@@ -121,14 +146,14 @@ class Refresh(_Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Truncate(_Rule):
-    """Append, and drop the oldest tokens over a limit."""
+class Truncate:
+    """Append, and drop the oldest tokens over `size`."""
 
-    limit: int = 1024
+    size: int = 1024
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
         pieces = _history(turns)
-        over = sum(len(p.ids) for p in pieces) - self.limit
+        over = sum(len(p.ids) for p in pieces) - self.size
         kept = []
         for piece in pieces:
             cut = min(max(over, 0), len(piece.ids))
@@ -138,28 +163,35 @@ class Truncate(_Rule):
         return kept
 
 
-RULES: dict[str, Callable[[Codec], Memory]] = {
-    "mem1": lambda codec: Mem1(),
-    "full_response": lambda codec: FullResponse(),
-    "suffix": lambda codec: Suffix(),
+RULES: dict[str, Callable[..., Memory]] = {
+    "mem1": Mem1,
+    "full_response": FullResponse,
+    "suffix": Suffix,
     "summary": Summary,
-    "window": lambda codec: Window(),
+    "window": Window,
     "refresh": Refresh,
-    "truncate": lambda codec: Truncate(),
+    "truncate": Truncate,
 }
 
 
+def named_rule(setting: str, name: str) -> tuple[Callable[..., Memory], dict[str, int]]:
+    """The class that a name stands for, and the size where the name has one: `window:3`, `my_module:LastFew:3`."""
+    rule, colon, size = name.rpartition(":")
+    if not colon or (rule not in RULES and not size.isdecimal()):
+        return resolve(setting, name, RULES, ("context",)), {}
+    part = resolve(setting, rule, RULES, ("context",))
+    if "size" not in parameters(part):
+        raise ValueError(f"{setting}: the memory rule {rule!r} takes no size, got {name!r}")
+    if not size.isdecimal() or int(size) < 1:
+        raise ValueError(f"{setting}: the size of a memory rule is 1 or more, as in {rule}:3, got {name!r}")
+    return part, {"size": int(size)}
+
+
 def memory_rule(name: str, codec: Codec) -> Memory:
-    """`name`, or `name:n` for the rules that have a size: `window:3`, `suffix:128`, `truncate:2048`."""
-    rule, _, size = name.partition(":")
-    if rule not in RULES:
-        raise ValueError(f"unknown memory rule {rule!r}: choose from {', '.join(RULES)}")
-    if not size:
-        return RULES[rule](codec)
-    sized: dict[str, Callable[[int], Memory]] = {"suffix": Suffix, "window": Window, "truncate": Truncate}
-    if rule not in sized or not size.isdecimal() or int(size) < 1:
-        raise ValueError(f"memory rule {name!r}: only {', '.join(sized)} take a size, 1 or more, as in window:3")
-    return sized[rule](int(size))
+    """The rule called `name`, for programs that have no configuration."""
+    part, size = named_rule("memory", name)
+    rule: Memory = build("memory", name, part, {"codec": codec, **size})
+    return rule
 
 
 def assemble(prefix: Ids, pieces: Sequence[Piece]) -> tuple[Ids, tuple[Segment, ...]]:
@@ -171,19 +203,18 @@ def assemble(prefix: Ids, pieces: Sequence[Piece]) -> tuple[Ids, tuple[Segment, 
     return np.concatenate([prefix, *(p.ids for p in pieces)]).astype(np.int32), tuple(segments)
 
 
-def _said(turns: Sequence[Turn], t: int) -> Piece:
-    t %= len(turns)
-    return Piece(turns[t].response, "memory", t)
+def _said(turn: Turn) -> Piece:
+    return Piece(turn.response, "memory", turn.call)
 
 
 def _new(turns: Sequence[Turn]) -> Piece:
-    return Piece(turns[-1].observation, "observation", len(turns) - 1)
+    return Piece(turns[-1].observation, "observation", turns[-1].call)
 
 
-def _history(turns: Sequence[Turn], since: int = 0) -> list[Piece]:
+def _history(turns: Sequence[Turn]) -> list[Piece]:
     """Responses and observations in order. An observation is new once; afterwards it is memory."""
     pieces = []
-    for t in range(since, len(turns)):
-        pieces.append(_said(turns, t))
-        pieces.append(Piece(turns[t].observation, "memory", t))
+    for turn in turns:
+        pieces.append(_said(turn))
+        pieces.append(Piece(turn.observation, "memory", turn.call))
     return [*pieces[:-1], _new(turns)]

@@ -1,17 +1,18 @@
-"""What `memopd evaluate` does: episodes of every file of tasks and every seed, measured and put into tables."""
+"""`memopd evaluate`: episodes of every file of tasks and every seed, measured and put into tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memopd.agent.rollout import codec_of, repeat
-from memopd.evaluate import Measures, Result, Setting, compare, comparison_table, measure_all, summarise
+from memopd.agent import Outcome, repeat
+from memopd.evaluate import Measures, Result, Setting, compare, comparison_table, measure_outcomes, summarise
 from memopd.evaluate.tables import table_1, table_2
 from memopd.tasks.files import read_tasks
+from memopd.types import Episode
 
 COMPARED = ("em", "f1", "peak", "dependency")
 
@@ -42,23 +43,18 @@ class Evaluation:
 
 def evaluate(
     files: Sequence[Path],
-    run_of: Callable[[list[tuple[str, Any]], int], Any],
+    sample: Callable[[list[tuple[str, Any]], int], Iterable[tuple[Episode, Outcome]]],
     limit: int | None,
     seeds: int,
-    grading: Any,
     system: str,
-    engine: str,
-    batch: int,
-    progress: Callable[[Iterator[Any], int], Iterator[Any]],
+    setting: Setting,
 ) -> Evaluation:
+    """`sample` plays the tasks of one file with one seed."""
     results, everything = [], []
     for file in files:
         tasks = read_tasks(file)[:limit]
-        runs = []
-        for seed in range(seeds):
-            run = run_of(list(repeat(tasks)), seed)
-            episodes = progress(run.episodes(), len(tasks))
-            runs.append(tuple(measure_all(episodes, tasks, codec_of(run.tokenizer).decode, str(grading))))  # type: ignore[arg-type]
-        results.append(summarise(system, runs, Setting(str(grading), engine, batch)))  # type: ignore[arg-type]
+        pairs = list(repeat(tasks))
+        runs = [tuple(measure_outcomes(sample(pairs, seed), tasks)) for seed in range(seeds)]
+        results.append(summarise(system, runs, setting))
         everything.append(tuple(runs))
     return Evaluation(tuple(results), tuple(everything))

@@ -23,6 +23,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()  # strings; the token in which one ends is kept whole
     episode: str = ""  # who asks; scripted policies and logs read it
+    purpose: str = ""  # what for, where it is not the agent's action: Call.purpose
 
 
 @dataclass(frozen=True, slots=True, eq=False)

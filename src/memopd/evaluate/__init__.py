@@ -1,6 +1,6 @@
 """What answers are worth and what they cost, how sure that is, and the paper's tables of it."""
 
-from memopd.evaluate.metrics import Measures, measure, measure_all
+from memopd.evaluate.metrics import Measures, measure, measure_all, measure_outcome, measure_outcomes
 from memopd.evaluate.statistics import Comparison, Estimate, over_seeds, over_tasks, paired_bootstrap
 from memopd.evaluate.summary import Result, Setting, compare, summarise
 from memopd.evaluate.tables import comparison_table, table_1, table_2
@@ -15,6 +15,8 @@ __all__ = [
     "comparison_table",
     "measure",
     "measure_all",
+    "measure_outcome",
+    "measure_outcomes",
     "over_seeds",
     "over_tasks",
     "paired_bootstrap",

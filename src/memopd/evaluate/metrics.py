@@ -5,15 +5,28 @@ Costs come from the recorded token ids, so they are in the tokens of the model t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from memopd.tasks.grading import Grading, grade
 from memopd.tasks.task import Task
 from memopd.types import Call, Episode, Ids
 
 Decode: TypeAlias = Callable[[Ids], str]
+
+
+class Scored(Protocol):
+    """What a graded answer is worth: `Grade`, or an environment's `Outcome`."""
+
+    @property
+    def em(self) -> float: ...
+
+    @property
+    def f1(self) -> float: ...
+
+    @property
+    def valid(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +38,33 @@ class Measures:
     em: float  # Σ over the k questions
     f1: float  # Σ over the k questions
     valid: bool  # there was an answer, with one part for each question
-    calls: int
-    peak: int  # tokens
+    calls: int  # actions
+    peak: int  # tokens of an action
     peak_without_q: int | None  # as MEM1 reports it; None where the calls do not say which part is q
     dependency: int
     seconds: float | None  # wall, of the trajectory; None where not recorded
 
 
 def measure(episode: Episode, task: Task, decode: Decode, grading: Grading = "squad") -> Measures:
-    """Only the last call is decoded: an answer ends the interaction."""
+    """Only the last action is decoded: an answer ends the interaction."""
+    graded = grade(task.questions, decode(episode.actions[-1].completion), grading)
+    return measure_outcome(episode, task, graded)
+
+
+def measure_outcome(episode: Episode, task: Task, outcome: Scored) -> Measures:
+    """The same, of an episode that its environment has graded already."""
     if episode.task_id != task.id:
         raise ValueError(f"episode {episode.id!r} is of task {episode.task_id!r}, not of {task.id!r}")
-    calls = episode.calls
-    graded = grade(task.questions, decode(calls[-1].completion), grading)
     return Measures(
         task=task.id,
         k=task.k,
-        em=graded.em,
-        f1=graded.f1,
-        valid=graded.valid,
-        calls=len(calls),
-        peak=peak(calls),
-        peak_without_q=peak_without_q(calls),
-        dependency=dependency(calls),
+        em=outcome.em,
+        f1=outcome.f1,
+        valid=outcome.valid,
+        calls=len(episode.actions),
+        peak=peak(episode.actions),
+        peak_without_q=peak_without_q(episode.actions),
+        dependency=dependency(episode.calls),  # the memory's own calls cost as much as any
         seconds=seconds(episode),
     )
 
@@ -57,11 +74,22 @@ def measure_all(
 ) -> list[Measures]:
     """Every episode with its task. A task that nobody attempted is an error: leaving it out would flatter."""
     by_id = {task.id: task for task in tasks}
-    measures = []
-    for episode in episodes:
-        if episode.task_id not in by_id:
-            raise ValueError(f"episode {episode.id!r}: there is no task {episode.task_id!r}; give the tasks it was of")
-        measures.append(measure(episode, by_id[episode.task_id], decode, grading))
+    return _complete([measure(e, _task_of(e, by_id), decode, grading) for e in episodes], by_id)
+
+
+def measure_outcomes(played: Iterable[tuple[Episode, Scored]], tasks: Iterable[Task]) -> list[Measures]:
+    """The same, of episodes that their environment has graded already: `Agent.graded`."""
+    by_id = {task.id: task for task in tasks}
+    return _complete([measure_outcome(e, _task_of(e, by_id), outcome) for e, outcome in played], by_id)
+
+
+def _task_of(episode: Episode, by_id: Mapping[str, Task]) -> Task:
+    if episode.task_id not in by_id:
+        raise ValueError(f"episode {episode.id!r}: there is no task {episode.task_id!r}; give the tasks it was of")
+    return by_id[episode.task_id]
+
+
+def _complete(measures: list[Measures], by_id: Mapping[str, Task]) -> list[Measures]:
     if missing := by_id.keys() - {m.task for m in measures}:
         raise ValueError(f"{len(missing)} of {len(by_id)} tasks have no episode, {min(missing)!r} for one")
     return measures

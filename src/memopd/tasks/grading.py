@@ -8,7 +8,7 @@ evaluation does: articles stay, punctuation becomes a space, tokens count as a s
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import math
 import re
 import string
@@ -16,9 +16,9 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Literal, TypeAlias, get_args
 
+from memopd.names import resolve
 from memopd.tasks.task import Question, Task
 
 Grading: TypeAlias = Literal["squad", "mem1"]
@@ -107,14 +107,14 @@ def grade(questions: Sequence[Question], response: str, grading: Grading = "squa
     return Grade(sum(s.em for s in scores), sum(s.f1 for s in scores), answers, scores)
 
 
-def reward_of(name: str = "em", grading: Grading = "squad") -> Reward:
-    """The reward called `em` (Σ EM), `f1` (Σ F1), or any `package.module:function` of (task, responses)."""
+def reward_of(name: str = "em", grading: Grading = "squad", setting: str = "tasks.reward") -> Reward:
+    """The reward called `em` (Σ EM), `f1` (Σ F1), or any `module:function` of (task, responses)."""
     _check(grading)
-    if name == "em":
-        return lambda task, responses: grade(task.questions, _last(responses), grading).em
-    if name == "f1":
-        return lambda task, responses: grade(task.questions, _last(responses), grading).f1
-    function = _named(name)
+    function = resolve(setting, name, REWARDS)
+    if name in REWARDS:
+        return lambda task, responses: function(grade(task.questions, _last(responses), grading))
+    if isinstance(function, type) or not _takes_two(function):
+        raise ValueError(f"{setting}: {name!r} must be a function of (task, responses)")
 
     def reward(task: Task, responses: Sequence[str]) -> float:
         given = function(task, responses)
@@ -123,25 +123,21 @@ def reward_of(name: str = "em", grading: Grading = "squad") -> Reward:
         except (TypeError, ValueError):
             value = math.nan
         if not math.isfinite(value):
-            raise ValueError(f"reward {name!r}: must return a finite number, got {given!r} for task {task.id!r}")
+            raise ValueError(f"{setting}: {name!r} must return a finite number, got {given!r} for task {task.id!r}")
         return value
 
     return reward
 
 
-def _named(name: str) -> Reward:
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise ValueError(f"reward {name!r}: must be em, f1 or package.module:function")
+def _takes_two(function: Callable[..., object]) -> bool:
     try:
-        function: Reward = attrgetter(attribute)(importlib.import_module(module))
-    except ImportError as error:
-        raise ValueError(f"reward {name!r}: {error}; install the module or put its folder in PYTHONPATH") from None
-    except AttributeError:
-        raise ValueError(f"reward {name!r}: module {module!r} has no {attribute!r}") from None
-    if not callable(function):
-        raise ValueError(f"reward {name!r}: must be a function of (task, responses), got {type(function).__name__}")
-    return function
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+REWARDS: dict[str, Callable[[Grade], float]] = {"em": lambda grade: grade.em, "f1": lambda grade: grade.f1}
 
 
 def _last(responses: Sequence[str]) -> str:

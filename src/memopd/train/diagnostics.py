@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from memopd.evaluate import measure_all
-from memopd.tasks import Task
 from memopd.train import ranks
 from memopd.train.batch import MiniBatch
 from memopd.train.scoring import Scored
 from memopd.train.source import Sampler, Source
-from memopd.types import Episode, Ids
+from memopd.types import Episode
 
 log = logging.getLogger("memopd")
-
-Decode = Callable[[Ids], str]
 
 
 def describe(episodes: list[Episode], batches: list[MiniBatch], scored: list[Scored]) -> dict[str, float]:
@@ -39,22 +34,16 @@ def describe(episodes: list[Episode], batches: list[MiniBatch], scored: list[Sco
     return found
 
 
-def quality(source: Source, episodes: list[Episode], decode: Decode) -> dict[str, float]:
-    """EM and F1 of what was sampled; recorded episodes have only their reward."""
+def quality(source: Source, episodes: list[Episode]) -> dict[str, float]:
+    """EM and F1 of the episodes that were sampled last; recorded episodes have only their reward."""
     if not isinstance(source, Sampler):
         return {}
-    asked = {e.task_id for e in episodes}
-    return _graded(source, episodes, [t for t in source.tasks if t.id in asked], decode)
+    outcomes = [source.outcomes[e.id] for e in episodes]
+    return {"em": float(np.mean([o.em for o in outcomes])), "f1": float(np.mean([o.f1 for o in outcomes]))}
 
 
-def dev_quality(source: Sampler, step: int, decode: Decode) -> dict[str, float]:
-    found = _graded(source, source.dev(step), source.dev_tasks, decode)
-    return {f"dev_{name}": value for name, value in found.items()}
-
-
-def _graded(source: Sampler, episodes: list[Episode], tasks: list[Task], decode: Decode) -> dict[str, float]:
-    measured = measure_all(episodes, tasks, decode, source.environment.grading)
-    return {"em": float(np.mean([m.em for m in measured])), "f1": float(np.mean([m.f1 for m in measured]))}
+def dev_quality(source: Sampler, step: int) -> dict[str, float]:
+    return {f"dev_{name}": value for name, value in quality(source, source.dev(step)).items()}
 
 
 SHOWN = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from memopd.agent.codec import prefix_of
 from memopd.agent.protocol import user_message
-from memopd.agent.rollout import prefix_of
 from memopd.compile import compile_calls
 from memopd.config import RunConfig
 from memopd.engine.local import LocalEngine

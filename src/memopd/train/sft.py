@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from memopd.agent.rollout import codec_of
+from memopd.agent.codec import codec_of
+from memopd.agent.parts import check_parts
 from memopd.config import RunConfig, SftConfig
 from memopd.record import read_episodes
 from memopd.tasks.grading import answers_of
@@ -53,6 +54,8 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
     steps = s.tokens // s.batch
     if not s.start or not s.episodes or not steps:
         raise ValueError("sft needs sft.start (a model or a config.json), sft.episodes, and sft.tokens above sft.batch")
+    evaluated = bool(every.dev_every and config.tasks.dev)
+    check_parts(config.tasks, needs_index=evaluated)
     with ranks.joined() as device, ExitStack() as open_now:
         run = open_run(output, config, resume)
         tokenizer = load_tokenizer(s.tokenizer or s.start)
@@ -65,7 +68,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         checkpoint.restore(run.checkpoint, trained_tensors("student", root, optimiser))
         batches = plan(load_examples(s.episodes, s.keep, decode, budget), s, steps, every.seed)
         dev = load_examples(s.dev, (), decode, budget, DEV_EPISODES)
-        sampler = Sampler(config, root, tokenizer, output) if every.dev_every and config.tasks.dev else None
+        sampler = Sampler(config, root, tokenizer, output) if evaluated else None
         if sampler is not None:
             open_now.enter_context(closing(sampler))
         metrics: dict[str, float] = {}
@@ -82,7 +85,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
             if last or (every.dev_every and (step + 1) % every.dev_every == 0):
                 with run.stage("dev"):
                     metrics |= dev_loss(root, dev, budget) if dev else {}
-                    metrics |= dev_quality(sampler, step + 1, decode) if sampler is not None else {}
+                    metrics |= dev_quality(sampler, step + 1) if sampler is not None else {}
             if step % 10 == 0 or last or {"dev_loss", "dev_em"} & metrics.keys():
                 say(step, steps, metrics)
             run.metrics(step, metrics)
@@ -125,7 +128,7 @@ def load_examples(
         k, calls = questions_in(episode, decode), [c for c in episode.calls if c.trainable]
         if not calls or ("correct" in keep and episode.reward < k):
             continue
-        if "valid" in keep and not all(well_formed(decode(c.completion)) for c in episode.calls):
+        if "valid" in keep and not all(well_formed(decode(c.completion)) for c in episode.actions):
             continue
         if (longest := max(map(path_length, calls))) > budget:
             too_long.append(f"episode {episode.id!r}: a call needs {longest} rows and the budget is {budget}")
@@ -144,7 +147,7 @@ def _first(stores: Iterable[str], limit: int | None) -> Iterable[Episode]:
 
 def questions_in(episode: Episode, decode: Callable[[Ids], str]) -> int:
     """k, from the answer that ended it: its parts; 1 where it never answered."""
-    return len(answers_of(decode(episode.calls[-1].completion)) or (0,))
+    return len(answers_of(decode(episode.actions[-1].completion)) or (0,))
 
 
 def well_formed(response: str) -> bool:

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from memopd.agent.environment import SearchEnvironment
-from memopd.agent.memory import memory_rule
-from memopd.agent.rollout import check_fits, codec_of, prefix_of, rollout
+from memopd.agent import Agent, Environment, Outcome
+from memopd.agent.codec import check_fits, prefix_of
+from memopd.agent.parts import build_parts
 from memopd.config import RunConfig
 from memopd.record import read_episodes
-from memopd.retrieval import open_index
 from memopd.tasks import Task
 from memopd.tasks.files import read_tasks
 from memopd.train import ranks
@@ -57,31 +56,26 @@ class Sampler:
     """The policy in its environment. Each rank samples its share of the tasks; all ranks get all episodes."""
 
     def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
-        t = config.tasks
-        if not t.index:
-            raise ValueError("tasks.index: name an index folder or the URL of a retrieval service to sample with")
+        s, t = config.sampling, config.tasks
         self.config = config
-        self.tokenizer = tokenizer
         self.tasks = read_tasks(t.train) if t.train else []
         self.dev_tasks = read_tasks(t.dev)[: config.run.dev_tasks] if t.dev else []
-        self.memory = memory_rule(t.memory, codec_of(tokenizer))
-        self.environment = SearchEnvironment(
-            open_index(t.index),
-            t.topk,
-            reward=t.reward,
-            grading=t.grading,  # type: ignore[arg-type]
-            query=self.memory.query,
-        )
-        self._check_prompts()
-        self.policy = (ServedPolicy if config.sampling.servers else LocalPolicy)(config, root, tokenizer, run)
+        self.outcomes: dict[str, Outcome] = {}  # of the episodes sampled last, by their ids
+        environment, memory = build_parts(t, tokenizer)
+        self._check_prompts(environment, tokenizer)
+        self.policy = (ServedPolicy if s.servers else LocalPolicy)(config, root, tokenizer, run)
+        sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
+        self.agent = Agent(
+            self.policy.engine, environment, memory, tokenizer, sampling, s.batch, t.max_context, t.memory
+        )  # fmt: skip
 
-    def _check_prompts(self) -> None:
+    def _check_prompts(self, environment: Environment, tokenizer: Any) -> None:
         """Now: a task that does not fit would end the run when it is drawn, and again whenever that is resumed."""
-        limit, template = self.config.tasks.max_context, len(prefix_of(self.tokenizer, ""))
+        limit, template = self.config.tasks.max_context, len(prefix_of(tokenizer, ""))
         for task in (*self.tasks, *self.dev_tasks):
-            text = self.environment.start(task).text or ""
+            text = environment.start(task).text or ""
             if template + len(text.encode()) >= limit:  # no token is shorter than a byte: most need no look
-                check_fits(task, prefix_of(self.tokenizer, text), limit, "tasks.max_context")
+                check_fits(task, prefix_of(tokenizer, text), limit, "tasks.max_context")
 
     def episodes(self, step: int) -> list[Episode]:
         """Of the policy after `step` updates."""
@@ -99,21 +93,10 @@ class Sampler:
 
     def _run(self, version: int, pairs: Sequence[tuple[str, Task]]) -> list[Episode]:
         self.policy.refresh(version)
-        s, t = self.config.sampling, self.config.tasks
-        mine = rollout(
-            self.policy.engine,
-            self.environment,
-            self.memory,
-            self.tokenizer,
-            ranks.share(pairs),
-            Sampling(temperature=s.temperature, max_tokens=s.max_tokens),
-            self.config.run.seed,
-            s.batch,
-            t.max_context,
-            t.memory,
-        )
-        everyone = {e.id: e for part in ranks.gather(list(mine)) for e in part}
-        return [everyone[id] for id, _ in pairs]
+        mine = list(self.agent.graded(ranks.share(pairs), self.config.run.seed))
+        everyone = {e.id: (e, outcome) for part in ranks.gather(mine) for e, outcome in part}
+        self.outcomes = {id: outcome for id, (_, outcome) in everyone.items()}
+        return [everyone[id][0] for id, _ in pairs]
 
     def _task(self, number: int) -> Task:
         """Tasks in a random order, another one each time round: a function of the seed alone."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from memopd.agent.rollout import codec_of
+from memopd.agent.codec import codec_of
+from memopd.agent.parts import check_parts
 from memopd.config import RunConfig
 from memopd.train import checkpoint, ranks
 from memopd.train.batch import compile_batches, usable
@@ -23,6 +24,7 @@ from memopd.train.update import update
 
 def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, float]:
     """Train to the end of `config` and return the last metrics. Everything is under `output`."""
+    check_parts(config.tasks, needs_index=not config.sampling.replay)
     check_objective(config)
     with ranks.joined() as device:
         run = open_run(output, config, resume)
@@ -49,11 +51,11 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                 with run.stage("update"):
                     metrics |= update(learner, batches, terms, guides, step)
 
-                metrics |= describe(episodes, batches, scored) | quality(source, episodes, decode)
+                metrics |= describe(episodes, batches, scored) | quality(source, episodes)
                 metrics["tokens_per_second"] = sum(b.tokens for b in batches) / sum(run.seconds.values())
                 if isinstance(source, Sampler) and every.dev_every and (step + 1) % every.dev_every == 0:
                     with run.stage("dev"):
-                        metrics |= dev_quality(source, step + 1, decode)
+                        metrics |= dev_quality(source, step + 1)
                 warn_left_out(left_out)
                 say(step, steps, metrics)
                 run.episodes(step, episodes)

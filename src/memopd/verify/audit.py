@@ -240,7 +240,8 @@ def domain(episodes: Sequence[Episode]) -> Domain:
         q = stable_prefix(episode)
         sampled += sum(len(c.completion) for c in episode.calls if c.trainable)
         trajectory += int(trajectory_mask(persistent_history(episode), q).sum())
-        response += sum(int(response_mask(c, q).sum()) for c in episode.calls)
+        # A call of the memory's own may read less than q.
+        response += sum(int(response_mask(c, min(q, len(c.prompt))).sum()) for c in episode.calls)
     return Domain(sampled, trajectory - sampled, response - sampled)
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memopd.agent.environment import SearchEnvironment
-from memopd.agent.memory import memory_rule
+from memopd.agent import Agent, repeat
+from memopd.agent.parts import build_parts
 from memopd.agent.protocol import information, user_message
-from memopd.agent.rollout import codec_of, repeat, rollout
+from memopd.config import TasksConfig
 from memopd.files import whole_folder
 from memopd.record.store import write_episodes
 from memopd.retrieval import Index, Passage, build_index, open_index, write_corpus
@@ -30,6 +30,7 @@ HORIZONS = (1, 2, 8, 16)
 RULES = ("mem1", "full_response", "truncate")
 SPLITS = ("train", "dev", "test")
 DEV_EPISODES = 64  # of each horizon: for a loss
+BATCH = 256  # episodes at once
 MAX_CONTEXT = 32768  # an oracle's history under full_response is long, and nothing is cut
 
 Progress = Callable[[str, Iterable[Any]], Iterable[Any]]
@@ -62,17 +63,13 @@ def write_world(
 
 def demonstrate(asked: list[Task], index: Index, tokenizer: Any, rule: str, seed: int = 0) -> Iterator[Episode]:
     """The oracle's episodes, in the order of the tasks."""
-    memory = memory_rule(rule, codec_of(tokenizer))
-    environment = SearchEnvironment(index, query=memory.query)
+    environment, memory = build_parts(TasksConfig(memory=rule), tokenizer, index)
     pairs = list(repeat(asked))
     oracle = Oracle(pairs, tokenizer, seed)
-    for at in range(0, len(pairs), 256):
-        part = pairs[at : at + 256]
-        done = rollout(
-            oracle, environment, memory, tokenizer, part, Sampling(), seed,
-            batch=256, max_context=MAX_CONTEXT, rule=rule,
-        )  # fmt: skip
-        by_id = {e.id: e for e in done}
+    agent = Agent(oracle, environment, memory, tokenizer, Sampling(), BATCH, MAX_CONTEXT, rule)
+    for at in range(0, len(pairs), BATCH):
+        part = pairs[at : at + BATCH]
+        by_id = {e.id: e for e in agent.play(part, seed)}
         yield from (by_id[id] for id, _ in part)
 
 

@@ -69,12 +69,17 @@ class Oracle:
 
     def _completion(self, request: Request) -> Completion:
         notes = self.notes.get(request.episode) or self._begin(request.episode)
+        if request.purpose:  # the memory rule asks, the episode goes on: anything that is true will do
+            return self._written(self._summary(notes))
         if notes.tries:
             self._read(notes, documents_of(self.tokenizer.decode(request.prompt.tolist())))
         text = self._response(notes, last="</search>" not in request.stop)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if notes.question is None or "</search>" not in request.stop:
             del self.notes[request.episode]
+        return self._written(text)
+
+    def _written(self, text: str) -> Completion:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Completion(np.asarray(ids, np.int32), None, StopReason.STOP)
 
     def _begin(self, episode: str) -> _Notes:

@@ -1,0 +1,46 @@
+"""Text to token ids and back, with the tokenizer of the model that is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memopd.tasks import Task
+from memopd.types import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Text to ids and back, for memory rules that rewrite text."""
+
+    encode: Callable[[str], Ids]
+    decode: Callable[[Ids], str]
+
+
+def codec_of(tokenizer: Any) -> Codec:
+    def encode(text: str) -> Ids:
+        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def decode(ids: Ids) -> str:
+        return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    return Codec(encode, decode)
+
+
+def prefix_of(tokenizer: Any, message: str) -> Ids:
+    """q: the chat template of the user turn, and the opening of the assistant's."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+    )
+    return codec_of(tokenizer).encode(text)
+
+
+def check_fits(task: Task, prefix: Ids, limit: int, setting: str = "max_context") -> None:
+    if len(prefix) >= limit:
+        raise ValueError(
+            f"task {task.id!r}: what it asks has {len(prefix)} tokens, and {setting} is {limit}: raise it, or leave "
+            "the task out"
+        )
