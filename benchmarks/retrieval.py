@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import subprocess
 import sys
 import time
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.retrieval_passages import query_about, synthetic_passages
+from memopd.files import json_lines
 from memopd.retrieval import Index, Passage, build_index, open_index, read_corpus, write_corpus
 
 _K = 10
@@ -85,9 +84,7 @@ def write_synthetic(path: Path, passages: int, queries: int) -> list[Asked]:
 
 
 def read_questions(path: Path) -> list[Asked]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        rows = [json.loads(line) for line in file]
-    return [Asked(row["question"], frozenset(row["metadata"]["supporting_ids"])) for row in rows]
+    return [Asked(row["question"], frozenset(row["metadata"]["supporting_ids"])) for _, row in json_lines(path)]
 
 
 def _memopd(corpus: Path, asked: Sequence[Asked], folder: Path) -> RetrievalResult:

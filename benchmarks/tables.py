@@ -14,20 +14,19 @@ from benchmarks.attention import AttentionResult
 from benchmarks.engine import EngineArm, EngineResult
 from benchmarks.head import HeadArm, HeadResult
 from benchmarks.rce import RceResult
-from benchmarks.recorded import read_lines
 from benchmarks.retrieval import RetrievalResult
 from benchmarks.retrieval_growth import GrowthResult
 from benchmarks.service_tables import engine_table, growth_table, retrieval_table, update_table
 from benchmarks.table import table
 from benchmarks.update import Stage, UpdateResult
-from memopd.files import whole
+from memopd.files import json_lines, whole
 from memopd.verify import EquivalenceReport, GradientReport
 
 
 def load(path: Path) -> list[Any]:
     """Results that a benchmark wrote with --json, one a line."""
     results = []
-    for number, values in enumerate(read_lines(path), 1):
+    for number, values in json_lines(path):
         try:
             results.append(_result(values))
         except (KeyError, StopIteration, TypeError) as why:

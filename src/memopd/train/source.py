@@ -69,7 +69,7 @@ class Sampler:
             open_index(t.index),
             t.topk,
             reward=t.reward,
-            grading=t.grading,  # type: ignore[arg-type]
+            grading=t.grading,
             query=self.memory.query,
         )
         self._check_prompts()
