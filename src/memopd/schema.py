@@ -49,7 +49,7 @@ def message(error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     given = short(error["input"])
     if kind in MISSING:
-        return "is missing"
+        return "missing"
     if kind in UNKNOWN:
         return "unknown field"
     if kind in ("value_error", "assertion_error"):

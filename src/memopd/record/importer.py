@@ -67,17 +67,21 @@ IMPORTERS: dict[str, Importer] = {"calls": import_calls}
 def import_episodes(path: str | Path, format: str = "calls") -> Iterator[Episode]:
     """The episodes of a file, in a format of ours or in yours: `module:name`, a function from a path to episodes."""
     read: Importer = resolve("--format", format, IMPORTERS)
-    episodes = read(Path(path))
-    if not isinstance(episodes, Iterable):
-        raise ValueError(f"--format: {format!r} must return episodes, got {type(episodes).__name__}")
-    return _checked(episodes, format)
+    return import_calls(path) if read is import_calls else _own(read, Path(path), format)
 
 
-def _checked(episodes: Iterable[Any], format: str) -> Iterator[Episode]:
-    for number, episode in enumerate(episodes):
-        if not isinstance(episode, Episode):
-            raise ValueError(f"--format: {format!r}: result {number} must be an Episode, got {type(episode).__name__}")
-        yield episode
+def _own(read: Importer, path: Path, format: str) -> Iterator[Episode]:
+    """What a user's function gives, checked; its ValueErrors name the file."""
+    try:
+        episodes = read(path)
+        if not isinstance(episodes, Iterable):
+            raise ValueError(f"must return episodes, got {type(episodes).__name__}")
+        for number, episode in enumerate(episodes):
+            if not isinstance(episode, Episode):
+                raise ValueError(f"result {number} must be an Episode, got {type(episode).__name__}")
+            yield episode
+    except ValueError as error:
+        raise ValueError(f"{path}: --format: {format!r}: {error}") from error
 
 
 def _array(types: set[type], kind: str, dtype: type[Any]) -> PlainValidator:
