@@ -64,8 +64,12 @@ def message(error: ErrorDetails) -> str:
 
 def short(value: Any) -> str:
     """The value as JSON, cut off: nobody reads a thousand ids in an error."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    text = ""
+    for part in json.JSONEncoder(default=repr).iterencode(value):
+        text += part
+        if len(text) > 40:
+            return f"{text[:37]}..."
+    return text
 
 
 def _bound(kind: str, context: dict[str, Any]) -> str:
