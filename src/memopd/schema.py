@@ -21,6 +21,7 @@ UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # error types: a f
 MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 _KINDS = {
     "int_type": "a whole number",
+    "int_parsing": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -54,6 +55,8 @@ def message(error: ErrorDetails) -> str:
         return "unknown field"
     if kind in ("value_error", "assertion_error"):
         return str(context["error"])  # raised by a validator of ours
+    if kind == "json_invalid":
+        return f"not JSON: {context['error']}"
     if kind == "literal_error":
         choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
         return f"{given} is not one of {choices}"
@@ -73,17 +76,19 @@ def short(value: Any) -> str:
 
 
 def _bound(kind: str, context: dict[str, Any]) -> str:
+    limit = next((value for value in context.values() if isinstance(value, int | float)), 0)
+    limit = int(limit) if limit == int(limit) else limit  # 0, not 0.0
     match kind:
         case "finite_number":
             return "a finite number"
         case "greater_than":
-            return f"above {context['gt']:g}"
+            return f"above {limit}"
         case "greater_than_equal":
-            return f"{context['ge']:g} or more"
+            return f"{limit} or more"
         case "less_than":
-            return f"below {context['lt']:g}"
+            return f"below {limit}"
         case "less_than_equal":
-            return f"at most {context['le']:g}"
+            return f"at most {limit}"
         case "too_short":
             return f"at least {context['min_length']} long"
     return f"valid ({kind.replace('_', ' ')})"

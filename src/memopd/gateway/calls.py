@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from memopd.engine import protocol
 from memopd.engine.protocol import Completion, LiveEngine
 from memopd.gateway.drift import History
-from memopd.gateway.openai_api import GenerationRequest
+from memopd.gateway.openai_api import Answer, GenerationRequest
 
 
 class RunningCall:
@@ -61,6 +61,9 @@ class RunningCall:
             self.cancelled = True
             if self._ticket:
                 self._ticket.cancel()
+
+    def answer(self) -> Answer:
+        return self.request.answer(f"{self.episode}-{self.number}", self.prompt)
 
     async def first_token(self) -> None:
         """Returns when the first token was sampled, or the call ended without one."""

@@ -258,8 +258,7 @@ class _Gateway:
         completion = await call.task
         if completion.stop is StopReason.ABORTED:
             raise _engine_stopped(call)
-        answer = asked.answer(f"{call.episode}-{call.number}", call.prompt)
-        return JSONResponse(answer.body(self._completed(call, completion)), headers=headers)
+        return JSONResponse(call.answer().body(self._completed(call, completion)), headers=headers)
 
     # One call
 
@@ -350,8 +349,7 @@ class _Gateway:
 
     async def _stream(self, call: RunningCall, request: Request) -> AsyncIterator[str]:
         """Server-sent events. The last ones wait for the journal."""
-        asked = call.request
-        answer = asked.answer(f"{call.episode}-{call.number}", call.prompt)
+        asked, answer = call.request, call.answer()
         text = StreamedText(self._engine.tokenizer, asked.stop, asked.include_stop_str_in_output)
         seen = 0
         try:
