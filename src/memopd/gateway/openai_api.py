@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainValidator,
     ValidationError,
@@ -54,16 +55,21 @@ class ApiError(Exception):
 class Shape(BaseModel):
     """A JSON object that a client sends. Null counts as left out; a field that is not declared is refused."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
     idle: ClassVar[list[Any]] = [None]  # values that say nothing, whatever the field
     ignored: ClassVar[frozenset[str]] = frozenset()  # fields that change nothing of what is sampled
 
     @model_validator(mode="before")
     @classmethod
-    def _without_idle(cls, given: Any) -> Any:
+    def _known(cls, given: Any) -> Any:
+        """Logs show where an error is: not at the unknown field, whose name is the client's word, but at its object."""
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value not in cls.idle and name not in cls.ignored}
+        said = {name: value for name, value in given.items() if value not in cls.idle and name not in cls.ignored}
+        for name in said:
+            if name not in cls.model_fields:
+                raise ValueError(f"{name[:60]!r} is not supported here; leave it out")
+        return said
 
 
 S = TypeVar("S", bound=Shape)
@@ -74,15 +80,10 @@ def parse(shape: type[S], body: object) -> S:
     try:
         return shape.model_validate(body)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        unknown = [e for e in errors if e["type"] in schema.UNKNOWN]
-        first = (unknown or errors)[0]
-        if unknown:  # logs show the parameter: it is the object with the field, whose name is the client's word
-            *holder, name = first["loc"]
-            where, message = schema.place(tuple(holder)), f"{str(name)[:60]!r} is not supported here; leave it out"
-        else:
-            where, message = schema.place(first["loc"]), schema.message(first)
-        raise ApiError(400, "invalid_request", f"{where or 'the body'}: {message}", where or None) from None
+        first = error.errors(include_url=False)[0]
+        where = schema.place(first["loc"])
+        message = f"{where or 'the body'}: {schema.message(first)}"
+        raise ApiError(400, "invalid_request", message, where or None) from None
 
 
 def _unicode(value: str) -> str:
@@ -170,7 +171,7 @@ class GenerationRequest(Shape):
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = 0  # -1 is vLLM's word for all
     max_tokens: Count | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops)] = ()
+    stop: Annotated[tuple[Text, ...], FailFast(), BeforeValidator(_stops)] = ()
     include_stop_str_in_output: bool = False  # vLLM's
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -215,7 +216,7 @@ class GenerationRequest(Shape):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Count | None = None
 
     @property

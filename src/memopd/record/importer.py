@@ -22,6 +22,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainValidator,
     ValidationError,
@@ -125,7 +126,7 @@ _BY_NAME: dict[str, Any] = {
     "completion": Annotated[Any, _array({int}, "whole numbers", np.int64)],
     "logprobs": Annotated[Any, _array({int, float}, "numbers", np.float64)],
     "stop": Annotated[str, BeforeValidator(_stop)],
-    "segments": list[SegmentFields],
+    "segments": Annotated[list[SegmentFields], FailFast()],
 }
 _BY_TYPE = {pa.string(): str, pa.int32(): int, pa.int64(): int, pa.float64(): float, pa.bool_(): bool}
 
