@@ -3,8 +3,6 @@ queries about them; or your own questions."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from memopd.files import json_lines
 from memopd.retrieval import Passage, write_corpus
 
 _WORDS = 1_000_000
@@ -45,9 +44,7 @@ def write_synthetic(path: Path, passages: int, queries: int) -> list[Asked]:
 
 
 def read_questions(path: Path) -> list[Asked]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        rows = [json.loads(line) for line in file]
-    return [Asked(row["question"], frozenset(row["metadata"]["supporting_ids"])) for row in rows]
+    return [Asked(row["question"], frozenset(row["metadata"]["supporting_ids"])) for _, row in json_lines(path)]
 
 
 def synthetic_passages(count: int, seed: int = 0) -> Iterator[Passage]:

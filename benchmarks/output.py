@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,6 @@ from typing import Any
 from rich.table import Table
 
 from memopd.files import whole
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that a benchmark wrote with --json."""
-    lines = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            values = json.loads(line, parse_constant=lambda _: float("nan"))
-            if not isinstance(values, dict):
-                raise TypeError(f"{type(values).__name__}, not an object")
-        except (TypeError, ValueError) as why:
-            raise ValueError(f"{path}: line {number}: not a result of python -m benchmarks ({why!r})") from None
-        lines.append(values)
-    return lines
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:

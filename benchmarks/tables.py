@@ -14,17 +14,18 @@ from benchmarks.attention import AttentionResult
 from benchmarks.engine import EngineArm, EngineResult
 from benchmarks.growth import GrowthResult
 from benchmarks.head import HeadArm, HeadResult
-from benchmarks.output import cell, pyplot, read_lines, save, table
+from benchmarks.output import cell, pyplot, save, table
 from benchmarks.rce import RceResult
 from benchmarks.retrieval import RetrievalResult
 from benchmarks.update import Stage, UpdateResult
+from memopd.files import json_lines
 from memopd.verify import EquivalenceReport, GradientReport
 
 
 def load(path: Path) -> list[Any]:
     """Results that a benchmark wrote with --json, one a line."""
     results = []
-    for number, values in enumerate(read_lines(path), 1):
+    for number, values in json_lines(path):
         try:
             results.append(_result(values))
         except (KeyError, StopIteration, TypeError) as why:

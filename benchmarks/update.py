@@ -56,7 +56,7 @@ class UpdateResult:
 def run_update(student: str, teacher: str, device: str, batch: int = 16, dtype: str = "bfloat16") -> Iterator[Any]:
     """`batch` times Q2's four trajectories. Each layout runs twice; the second time counts."""
     config = RunConfig(
-        model=ModelConfig(dtype=dtype, checkpointing=True),
+        model=ModelConfig(dtype=dtype, checkpointing=True),  # type: ignore[arg-type]  # it is checked
         optimise=OptimiseConfig(mini_batch=10**9),
         teacher=TeacherConfig(weight=0.02),
     )

@@ -1,6 +1,7 @@
 """An environment of your own: a class with three methods on text. Here each search of an episode has a higher price.
 
-PYTHONPATH=examples memopd rollout TASKS --environment own_environment:PricedSearch --index INDEX --model MODEL -o EPISODES
+PYTHONPATH=examples memopd rollout TASKS --environment own_environment:PricedSearch --index INDEX --model MODEL \\
+    -o EPISODES
 PYTHONPATH=examples memopd train CONFIG --output RUN --tasks.environment own_environment:PricedSearch
 """
 

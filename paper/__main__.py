@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from memopd.cli.config import overrides
 from memopd.cli.options import numbers, run, track
-from memopd.cli.train import overrides
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -3,22 +3,26 @@
 import dataclasses
 import inspect
 import json
+import logging
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from memopd.config import SECTIONS, RunConfig, check, from_tables, load_config
+from memopd.config import SECTIONS, OptimiseConfig, RunConfig, from_tables, json_schema, load_config
 
-SHIPPED = sorted(Path(__file__).parent.parent.joinpath("configs").glob("*.toml"))
+ROOT = Path(__file__).parent.parent
+SHIPPED = sorted(ROOT.joinpath("configs").glob("*.toml"))
+TRAINING = ROOT / "paper" / "configs" / "training.toml"
 
 
 def test_there_are_shipped_ones():
     assert {p.name for p in SHIPPED} == {"quickstart.toml", "world.toml", "world-gpu.toml", "paper-3b.toml"}
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*SHIPPED, TRAINING], ids=lambda p: p.name)
 def test_every_shipped_one_loads(path):
     config = load_config(path)
     assert config != RunConfig()
@@ -80,30 +84,40 @@ def test_types_and_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "complaint"),
     [
-        ("[optimise\n", {}, "not TOML"),
-        ("lr = 1\n", {}, r"unknown section \[lr\]: choose from model, tasks"),
-        ("[optimize]\n", {}, r"unknown section \[optimize\]"),
-        ("[optimise]\nrate = 1\n", {}, "optimise.rate: no such setting; there are steps, tasks"),
-        ('[optimise]\nlr = "1"\n', {}, "optimise.lr: must be a number, got '1'"),
-        ("[optimise]\nsteps = 1.5\n", {}, "optimise.steps: must be a whole number, got 1.5"),
-        ("[optimise]\nwhiten = 1\n", {}, "optimise.whiten: must be true or false, got 1"),
-        ("[sft]\nkeep = [1]\n", {}, "sft.keep: must be a list of text"),
-        ("", {"optimise.whiten": "yes"}, "--optimise.whiten: must be true or false, got 'yes'"),
-        ("", {"optimise.steps": "1e3"}, "--optimise.steps: must be a whole number, got '1e3'"),
+        ("[optimise\n", {}, "c.toml: not TOML: "),
+        ("lr = 1\n", {}, "c.toml: unknown section [lr]: choose from model, tasks"),
+        ("[optimize]\n", {}, "c.toml: unknown section [optimize]"),
+        ("[optimise]\nrate = 1\n", {}, "c.toml: optimise.rate: no such setting; there are steps, tasks"),
+        ('[optimise]\nlr = "1"\n', {}, 'c.toml: optimise.lr: must be a number, got "1"'),
+        ("[optimise]\nlr = true\n", {}, "c.toml: optimise.lr: must be a number, got true"),
+        ("[optimise]\nsteps = 1.5\n", {}, "c.toml: optimise.steps: must be a whole number, got 1.5"),
+        ("[optimise]\nsteps = true\n", {}, "c.toml: optimise.steps: must be a whole number, got true"),
+        ("[optimise]\nwhiten = 1\n", {}, "c.toml: optimise.whiten: must be true or false, got 1"),
+        ("[model]\nstudent = 1\n", {}, "c.toml: model.student: must be a string, got 1"),
+        ("[sft]\nkeep = [1]\n", {}, "c.toml: sft.keep: must be a list of strings, got 1 in it"),
+        ("[sft]\nkeep = 1\n", {}, "c.toml: sft.keep: must be a list, got 1"),
+        ("[sampling]\nbatch = 0\n", {}, "c.toml: sampling.batch: must be above 0, got 0"),
+        ("", {"optimise.whiten": "yes"}, '--optimise.whiten: must be true or false, got "yes"'),
+        ("", {"optimise.steps": "1e3"}, '--optimise.steps: must be a whole number, got "1e3"'),
+        ("", {"optimise.rate": "1"}, "--optimise.rate: no such setting; there are steps, tasks"),
         ("", {"sampler.batch": "1"}, "--sampler.batch: unknown section 'sampler'"),
-        ("", {"model.dtype": "float16"}, "model.dtype: 'float16' is not one of float32, bfloat16, float64"),
-        ("", {"optimise.lr": "nan"}, "optimise.lr: must be a finite number"),
-        ("", {"optimise.lr": "-1"}, "optimise.lr: must not be negative"),
-        ("", {"optimise.gamma": "1.5"}, "optimise.gamma: is a share, at most 1"),
-        ("", {"run.keep": "0"}, "run.keep: must be above 0"),
-        ("", {"run.save_every": "0"}, "run.save_every: must be above 0"),
-        ("", {"sampling.temperature": "0"}, "sampling.temperature: must be above 0"),
+        ("", {"model.dtype": "float16"}, '--model.dtype: "float16" is not one of float32, bfloat16, float64'),
+        ("", {"optimise.lr": "nan"}, "--optimise.lr: must be a finite number, got NaN"),
+        ("", {"optimise.lr": "-1"}, "--optimise.lr: must be 0 or more, got -1.0"),
+        ("", {"optimise.gamma": "1.5"}, "--optimise.gamma: must be at most 1, got 1.5"),
+        ("", {"run.keep": "0"}, "--run.keep: must be above 0, got 0"),
+        ("", {"run.save_every": "0"}, "--run.save_every: must be above 0"),
+        ("", {"sampling.temperature": "0"}, "--sampling.temperature: must be above 0"),
         ("", {"optimise.algorithm": "grpo"}, "optimise.samples must be 2 or more"),
     ],
 )
 def test_one_line_for_what_is_wrong(tmp_path, text, overrides, complaint):
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=r".") as caught:
         load_config(write(tmp_path, text), overrides)
+    message = str(caught.value)
+    assert complaint in message
+    assert len(message.splitlines()) == 1
+    assert "pydantic" not in message
 
 
 def test_a_missing_file(tmp_path):
@@ -112,9 +126,147 @@ def test_a_missing_file(tmp_path):
 
 
 def test_the_defaults_are_sound():
-    check(RunConfig())
+    """Pydantic does not check defaults; here they take the way of given values."""
+    assert from_tables(json.loads(RunConfig().as_json()), "defaults") == RunConfig()
+
+
+def test_a_replaced_value_is_checked():
+    assert dataclasses.replace(OptimiseConfig(), lr=1).lr == 1.0
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        dataclasses.replace(OptimiseConfig(), lr=-1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OptimiseConfig().lr = 1.0
 
 
 def test_no_torch():
     code = "import sys, memopd.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Older configurations.
+
+
+@pytest.mark.parametrize(("old", "new"), [("gae", "ppo"), ("group", "grpo")])
+def test_an_old_name_is_carried_over(tmp_path, caplog, old, new):
+    text = f'[optimise]\nsamples = 2\nadvantages = "{old}"\n'
+    with caplog.at_level(logging.INFO, "memopd"):
+        config = load_config(write(tmp_path, text))
+    assert config.optimise.algorithm == new
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / 'c.toml'}: optimise.advantages is called optimise.algorithm now")
+    assert load_config(write(tmp_path, text.replace(old, "gae")), {"optimise.lr": "1"}).optimise.algorithm == "ppo"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('advantages = "gae"\nalgorithm = "ppo"', "is the old name of optimise.algorithm: remove advantages"),
+        ('advantages = "td"', "optimise.advantages: 'td' is not one of gae, group; it is optimise.algorithm now"),
+        ("advantages = [1]", "optimise.advantages: [1] is not one of gae, group"),
+    ],
+)
+def test_an_old_name_that_cannot_be_carried_over(tmp_path, text, complaint):
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_config(write(tmp_path, f"[optimise]\n{text}\n"))
+    assert complaint in str(caught.value)
+
+
+def test_the_resolved_settings_of_an_older_version_are_read(caplog):
+    """That version had no `clip_high`, `divergence` and `environment`, and called the algorithm advantages."""
+    now = load_config(TRAINING)
+    tables = json.loads(now.as_json())
+    for section, added in (("optimise", "clip_high"), ("teacher", "divergence"), ("tasks", "environment")):
+        del tables[section][added]
+    assert tables["optimise"].pop("algorithm") == "grpo"
+    tables["optimise"]["advantages"] = "group"
+    with caplog.at_level(logging.INFO, "memopd"):
+        assert from_tables(tables, "config.json") == now
+    assert not caplog.messages  # nobody can change that file's line
+    tables["optimise"]["advantages"] = "gae"
+    assert from_tables(tables, "config.json") != now
+
+
+# The command.
+
+
+def memopd(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "memopd.cli", "config", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_prints_the_resolved_configuration():
+    shown = memopd(TRAINING, "--optimise.lr", "0.5", "--run.seed=7")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert from_tables(json.loads(shown.stdout), "stdout") == load_config(
+        TRAINING, {"optimise.lr": "0.5", "run.seed": "7"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "give a CONFIG to check and print, or --schema alone"),
+        ((TRAINING, "--schema"), "give a CONFIG to check and print, or --schema alone"),
+        ((TRAINING, "--optimise.steps", "0"), "--optimise.steps: must be above 0, got 0"),
+        ((TRAINING, "--steps", "3"), "'--steps': no such option; settings are given as --section.field value"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments, complaint):
+    shown = memopd(*arguments)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == f"memopd: {complaint}\n"
+
+
+def test_the_command_prints_the_schema():
+    shown = memopd("--schema")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert json.loads(shown.stdout) == json_schema()
+
+
+def settings_of(schema: dict) -> dict[str, dict]:
+    """Each setting's part of the schema, by section.field."""
+    sections = {name: schema["$defs"][part["$ref"].rpartition("/")[2]] for name, part in schema["properties"].items()}
+    return {f"{name}.{field}": part for name, s in sections.items() for field, part in s["properties"].items()}
+
+
+def test_the_schema_says_what_a_setting_is():
+    schema = json_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert list(schema["properties"]) == list(SECTIONS)
+    assert all(part["additionalProperties"] is False for part in (schema, *schema["$defs"].values()))
+    defaults = json.loads(RunConfig().as_json())
+    settings = settings_of(schema)
+    assert settings.keys() == {f"{section}.{name}" for section in defaults for name in defaults[section]}
+    for name, part in settings.items():
+        section, _, field = name.partition(".")
+        assert part["default"] == defaults[section][field]
+        assert part["description"]
+    assert settings["model.dtype"]["enum"] == ["float32", "bfloat16", "float64"]
+    gamma = settings["optimise.gamma"]
+    assert (gamma["type"], gamma["minimum"], gamma["maximum"]) == ("number", 0, 1)
+    assert (settings["optimise.steps"]["type"], settings["optimise.steps"]["exclusiveMinimum"]) == ("integer", 0)
+
+
+def fits(part: dict, value: object) -> bool:
+    """The few words of JSON schema that ours uses."""
+    if "anyOf" in part:
+        return any(fits(option, value) for option in part["anyOf"])
+    kinds = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "array": list}
+    return (
+        isinstance(value, kinds[part["type"]])
+        and (part["type"] == "boolean") == isinstance(value, bool)
+        and value in part.get("enum", [value])
+        and ("minimum" not in part or value >= part["minimum"])
+        and ("maximum" not in part or value <= part["maximum"])
+        and ("exclusiveMinimum" not in part or value > part["exclusiveMinimum"])
+        and (part["type"] != "array" or all(fits(part["items"], item) for item in value))
+    )
+
+
+@pytest.mark.parametrize("path", [*SHIPPED, TRAINING], ids=lambda p: p.name)
+def test_every_shipped_one_fits_the_schema(path):
+    settings = settings_of(json_schema())
+    table = tomllib.loads(path.read_text())
+    assert all(fits(settings[f"{s}.{f}"], value) for s, fields in table.items() for f, value in fields.items())
+    for name, wrong in (("optimise.steps", 0), ("optimise.whiten", 1), ("model.dtype", "int8"), ("sft.keep", [1])):
+        assert not fits(settings[name], wrong)

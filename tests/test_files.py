@@ -1,8 +1,11 @@
-"""Files appear whole or not at all."""
+"""Files appear whole or not at all; JSON lines are read, or the bad line is named."""
+
+import gzip
+import json
 
 import pytest
 
-from memopd.files import whole
+from memopd.files import json_lines, whole
 
 
 def test_the_file_appears_when_the_block_ends_well(tmp_path):
@@ -22,3 +25,44 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
         raise RuntimeError
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_json_lines(tmp_path, suffix):
+    data = (
+        '\ufeff{"a": 1}\r\n\n  \n{"a": [NaN], "é": {"a": 2}}'.encode()
+    )  # a byte-order mark, blank lines, no last newline
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    (one, first), (four, second) = json_lines(path)
+    assert (one, first, four) == (1, {"a": 1}, 4)
+    assert json.dumps(second, ensure_ascii=False) == '{"a": [NaN], "é": {"a": 2}}'
+    assert [n for n, _ in json_lines(path, finished=True)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (b"{", "line 3: not a line of JSON: Expecting"),
+        (b"\xff\xfe", "line 3: not a line of JSON: not UTF-8"),
+        (b"[" * 100_000, "line 3: not a line of JSON: "),
+        (b"[1]", "line 3: must be a JSON object"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "line 3: not a line of JSON: 'c' is given twice"),
+    ],
+)
+def test_a_bad_line_of_json_is_named(tmp_path, bad, complaint):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n' + bad + b"\n{}\n")
+    rows = json_lines(path)
+    assert next(rows) == (1, {"a": 1})
+    with pytest.raises(ValueError, match=r".") as caught:
+        next(rows)
+    assert str(caught.value).startswith(f"{path}: {complaint}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_of_lines_that_is_cut_off(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 3)[:-4])
+    with pytest.raises(ValueError, match=r"x\.jsonl\.gz: line 4: cannot be read: .* cut off or damaged"):
+        list(json_lines(path))

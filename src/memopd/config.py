@@ -1,145 +1,212 @@
-"""One frozen dataclass per stage; TOML in, resolved JSON out. No torch: `--help` must not wait for it.
+"""A run's settings: one frozen dataclass per section of the TOML file, with types, bounds and choices at each field.
 
 [model]     who learns, who teaches          [tasks]     what is asked, what can be searched
-[sampling]  how episodes are sampled         [optimise]  PPO's settings
+[sampling]  how episodes are sampled         [optimise]  the algorithm's settings
 [teacher]   the distillation term            [sft]       supervised training before it
 [run]       seed, checkpoints, checks
+
+TOML in, resolved JSON out; `memopd config --schema` prints the JSON schema for editors. The classes are pydantic's, so
+`dataclasses.replace` checks the new values too. This module must not import torch: `--help` must not wait for it.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import logging
 import tomllib
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "model.dtype": ("float32", "bfloat16", "float64"),
-    "tasks.grading": ("squad", "mem1"),
-    "optimise.schedule": ("constant", "cosine"),
-    "teacher.state": ("aligned", "persistent", "none"),
-    "teacher.mask": ("all", "think", "action"),
-}
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema, model_validator
+from pydantic.dataclasses import dataclass
 
-ABOVE_ZERO = {
-    *("tasks.topk", "tasks.max_context", "sampling.temperature", "sampling.max_tokens", "sampling.batch"),
-    *(f"optimise.{f}" for f in ("steps", "tasks", "samples", "epochs", "mini_batch", "budget", "max_grad_norm")),
-    *("sft.tokens", "sft.batch", "run.save_every", "run.keep", "run.dev_tasks"),
-}
-SHARES = {
-    *(f"optimise.{f}" for f in ("gamma", "gae_lambda", "warmup", "critic_warmup", "clip")),
-    "sft.short",
-}
+from memopd import schema
+
+log = logging.getLogger("memopd")
 
 
-@dataclass(frozen=True, slots=True)
+def _as_tuple(value: Any) -> Any:
+    """One string stands for a list of one; strict tuples take no list."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+# Strict, so that true is no number and "1" is none either; TOML and JSON have types of their own.
+Text = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
+Number = Annotated[float, Field(strict=True, ge=0)]
+PositiveNumber = Annotated[float, Field(strict=True, gt=0)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+_ANY_TEXT = {"type": "string"}
+Texts = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(_as_tuple),
+    WithJsonSchema({"anyOf": [_ANY_TEXT, {"type": "array", "items": _ANY_TEXT}]}),
+]
+
+
+_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class ModelConfig:
-    student: str = ""  # π_θ at the start, and π_ref: a folder or a hub name
-    teacher: str = ""  # π_T, frozen; empty only with teacher.state = "none"
-    dtype: str = "float32"  # of the passes; master weights stay float32 under bfloat16; float64 is for checks
-    attention: str = "auto"  # or dense, flex, cascade, or package.module:Class
-    checkpointing: bool = False  # recompute activations in the backward pass
+    """Who learns, who teaches."""
+
+    student: Text = Field(default="", description="π_θ at the start, and π_ref: a folder or a hub name")
+    teacher: Text = Field(default="", description='π_T, frozen; empty only with teacher.state = "none"')
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32",
+        description="of the passes; master weights stay float32 under bfloat16; float64 is for checks",
+    )
+    attention: Text = Field(default="auto", description="or dense, flex, cascade, or package.module:Class")
+    checkpointing: Flag = Field(default=False, description="recompute activations in the backward pass")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class TasksConfig:
-    train: str = ""  # Parquet of tasks
-    dev: str = ""  # empty: no evaluation while training
-    index: str = ""  # a folder, or the URL of a retrieval service
-    environment: str = "search"  # or package.module:Class
-    memory: str = "mem1"  # the context-update rule U, or package.module:Class
-    topk: int = 3  # documents a search
-    max_context: int = 4096  # tokens of a call's prompt; an episode that needs more ends
-    reward: str = "em"  # or f1, or package.module:function
-    grading: str = "squad"
+    """What is asked, what can be searched."""
+
+    train: Text = Field(default="", description="Parquet file of tasks")
+    dev: Text = Field(default="", description="Parquet file of tasks; empty: no evaluation while training")
+    index: Text = Field(default="", description="a folder, or the URL of a retrieval service")
+    environment: Text = Field(default="search", description="or package.module:Class")
+    memory: Text = Field(default="mem1", description="the context-update rule U, or package.module:Class")
+    topk: Positive = Field(default=3, description="documents per search")
+    max_context: Positive = Field(
+        default=4096, description="tokens of a call's prompt; an episode that needs more ends"
+    )
+    reward: Text = Field(default="em", description="or f1, or package.module:function")
+    grading: Literal["squad", "mem1"] = Field(
+        default="squad", description="how answers are normalised before they are compared"
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class SamplingConfig:
-    servers: tuple[str, ...] = ()  # URLs of vLLM servers; none: the model samples in this process
-    temperature: float = 1.0
-    max_tokens: int = 1000  # a response
-    batch: int = 64  # episodes at once
-    replay: str = ""  # a store of recorded episodes to train on instead of sampling
+    """How episodes are sampled."""
+
+    servers: Texts = Field(default=(), description="URLs of vLLM servers; none: the model samples in this process")
+    temperature: PositiveNumber = Field(default=1.0, description="of the distribution that tokens are drawn from")
+    max_tokens: Positive = Field(default=1000, description="of one response")
+    batch: Positive = Field(default=64, description="episodes at once")
+    replay: Text = Field(default="", description="a store of recorded episodes to train on instead of sampling")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class OptimiseConfig:
-    steps: int = 500
-    tasks: int = 128  # a step
-    samples: int = 1  # episodes a task
-    algorithm: str = "ppo"  # with a critic; or grpo, rloo, gspo, which need none; or package.module:Class
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
-    whiten: bool = True  # verl does, the paper is silent
-    epochs: int = 1
-    mini_batch: int = 64  # episodes an optimiser step
-    micro_batch: int = 0  # episodes whose calls may share packs; 0: the whole mini-batch
-    budget: int = 16384  # rows a pack
-    share: bool = True  # False: every call gets rows of its own, for comparison
-    clip: float = 0.2
-    clip_high: float = 0.0  # the upper clip, where it is another (DAPO: 0.28); 0: as clip
-    value_clip: float = 0.5
-    entropy: float = 0.001  # α
-    reference: float = 0.001  # β
-    lr: float = 1e-6
-    warmup: float = 0.05  # share of the steps
-    critic_lr: float = 1e-5
-    critic_warmup: float = 0.015
-    schedule: str = "constant"
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    """The algorithm's settings."""
+
+    steps: Positive = Field(default=500, description="updates in all")
+    tasks: Positive = Field(default=128, description="per step")
+    samples: Positive = Field(default=1, description="episodes per task")
+    algorithm: Text = Field(
+        default="ppo", description="ppo has a critic; grpo, rloo and gspo need none; or package.module:Class"
+    )
+    gamma: Share = Field(default=1.0, description="discount γ")
+    gae_lambda: Share = Field(default=1.0, description="λ of generalised advantage estimation")
+    whiten: Flag = Field(
+        default=True, description="scale advantages to mean 0, deviation 1; verl does, the paper is silent"
+    )
+    epochs: Positive = Field(default=1, description="passes over the episodes of a step")
+    mini_batch: Positive = Field(default=64, description="episodes per optimiser step")
+    micro_batch: Whole = Field(default=0, description="episodes whose calls may share packs; 0: the whole mini-batch")
+    budget: Positive = Field(default=16384, description="rows per pack")
+    share: Flag = Field(default=True, description="false: every call gets rows of its own, for comparison")
+    clip: Share = Field(default=0.2, description="ε of the policy's clip")
+    clip_high: Number = Field(default=0.0, description="the upper clip, where it is another (DAPO: 0.28); 0: as clip")
+    value_clip: Number = Field(default=0.5, description="ε of the critic's clip")
+    entropy: Number = Field(default=0.001, description="α, the weight of the entropy bonus")
+    reference: Number = Field(default=0.001, description="β, the weight of the divergence from the reference policy")
+    lr: Number = Field(default=1e-6, description="learning rate")
+    warmup: Share = Field(default=0.05, description="share of the steps")
+    critic_lr: Number = Field(default=1e-5, description="the critic's learning rate")
+    critic_warmup: Share = Field(default=0.015, description="share of the steps")
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant", description="of the learning rates after warm-up"
+    )
+    weight_decay: Number = Field(default=0.0, description="AdamW's")
+    max_grad_norm: PositiveNumber = Field(default=1.0, description="gradients are clipped to this norm")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class TeacherConfig:
-    state: str = "aligned"  # MemOPD; persistent: the paper's control; none: PPO
-    mask: str = "all"  # m^T: all sampled tokens, the <think> part, or the action after it
-    weight: float = 0.02  # λ
-    divergence: str = "reverse_kl"  # or forward_kl, jsd:0.5 (its β), top_k:64, or package.module:function
+    """The distillation term."""
+
+    state: Literal["aligned", "persistent", "none"] = Field(
+        default="aligned", description="aligned: MemOPD; persistent: the paper's control; none: no teacher"
+    )
+    mask: Literal["all", "think", "action"] = Field(
+        default="all", description="m^T: all sampled tokens, the <think> part, or the action after it"
+    )
+    weight: Number = Field(default=0.02, description="λ")
+    divergence: Text = Field(
+        default="reverse_kl", description="or forward_kl, jsd:0.5 (its β), top_k:64, or package.module:function"
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class SftConfig:
-    start: str = ""  # a model folder; or a config.json, for random weights
-    tokenizer: str = ""  # where it does not lie with the model
-    episodes: tuple[str, ...] = ()  # stores of interactions to imitate
-    dev: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ("correct", "valid")  # the paper's filter
-    tokens: int = 50_000_000  # sampled and read, in all
-    batch: int = 24_576  # tokens an optimiser step
-    lr: float = 8e-4  # after a short warm-up; falls to a tenth by a cosine
-    short: float = 0.6  # for this share of the run only episodes of at most short_k questions
-    short_k: int = 2
+    """Supervised training on recorded interactions."""
+
+    start: Text = Field(default="", description="a model folder; or a config.json, for random weights")
+    tokenizer: Text = Field(default="", description="its folder, where the model's folder has none")
+    episodes: Texts = Field(default=(), description="stores of interactions to imitate")
+    dev: Texts = Field(default=(), description="stores of interactions to measure on")
+    keep: Texts = Field(
+        default=("correct", "valid"), description="which interactions to imitate; the default is the paper's"
+    )
+    tokens: Positive = Field(default=50_000_000, description="sampled and read, in all")
+    batch: Positive = Field(default=24_576, description="tokens per optimiser step")
+    lr: Number = Field(default=8e-4, description="after a short warm-up; falls to a tenth by a cosine")
+    short: Share = Field(
+        default=0.6, description="for this share of the run only episodes of at most short_k questions"
+    )
+    short_k: Whole = Field(default=2, description="see short")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class RunSettings:
-    seed: int = 0
-    save_every: int = 10  # steps
-    keep: int = 2  # checkpoints
-    check_every: int = 50  # steps between equivalence checks; the first batch is always checked
-    dev_every: int = 0  # steps; 0: never
-    dev_tasks: int = 128
+    """Seed, checkpoints, checks."""
+
+    seed: Whole = Field(default=0, description="of everything that is drawn")
+    save_every: Positive = Field(default=10, description="steps")
+    keep: Positive = Field(default=2, description="checkpoints")
+    check_every: Whole = Field(
+        default=50, description="steps between equivalence checks; the first batch is always checked"
+    )
+    dev_every: Whole = Field(default=0, description="steps; 0: never")
+    dev_tasks: Positive = Field(default=128, description="tasks of an evaluation while training")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class RunConfig:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    tasks: TasksConfig = field(default_factory=TasksConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    optimise: OptimiseConfig = field(default_factory=OptimiseConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    sft: SftConfig = field(default_factory=SftConfig)
-    run: RunSettings = field(default_factory=RunSettings)
+    """The configuration of `memopd sft` and `memopd train`."""
+
+    model: ModelConfig = ModelConfig()
+    tasks: TasksConfig = TasksConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    optimise: OptimiseConfig = OptimiseConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    sft: SftConfig = SftConfig()
+    run: RunSettings = RunSettings()
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        algorithm = self.optimise.algorithm
+        if algorithm in ("grpo", "rloo", "gspo") and self.optimise.samples < 2 and not self.sampling.replay:
+            raise ValueError(
+                f'optimise.algorithm: "{algorithm}" compares the episodes of a task: optimise.samples must be 2 or more'
+            )
+        return self
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-SECTIONS = {f.name: f.default_factory for f in fields(RunConfig)}
+SECTIONS: dict[str, type[Any]] = get_type_hints(RunConfig)
+_ADAPTER = TypeAdapter(RunConfig)
 
 
 def load_config(path: str | Path, overrides: dict[str, str] | None = None) -> RunConfig:
@@ -151,97 +218,81 @@ def load_config(path: str | Path, overrides: dict[str, str] | None = None) -> Ru
         table = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: not TOML: {error}") from None
-    config = from_tables(table, str(path))
+    sources = {}
     for name, text in (overrides or {}).items():
         section, _, key = name.partition(".")
         if section not in SECTIONS:
             raise ValueError(f"--{name}: unknown section {section!r}: choose from {', '.join(SECTIONS)}")
-        part = getattr(config, section)
-        value = _parse(_kind(part, key, f"--{name}"), text, f"--{name}")
-        config = replace(config, **{section: replace(part, **{key: value})})
-    check(config)
-    return config
+        if isinstance(values := table.setdefault(section, {}), dict):
+            values[key] = _from_text(section, key, text)
+        sources[section, key] = f"--{name}"
+    old = table.get("optimise")
+    if isinstance(old, dict) and "advantages" in old:
+        log.info('%s: optimise.advantages is called optimise.algorithm now: "gae" is "ppo", "group" is "grpo"', path)
+    return from_tables(table, str(path), sources)
 
 
-def from_tables(table: dict[str, Any], source: str) -> RunConfig:
-    """Also reads back what `as_json` wrote."""
-    parts = {}
+def from_tables(table: dict[str, Any], source: str, sources: dict[tuple[str, str], str] | None = None) -> RunConfig:
+    """The checked configuration of a TOML file's tables, or of what `as_json` wrote, by this version or an older one.
+
+    Errors name the `source`, or the option that gave the value (`sources`).
+    """
     for section, values in table.items():
         if section not in SECTIONS or not isinstance(values, dict):
             raise ValueError(f"{source}: unknown section [{section}]: choose from {', '.join(SECTIONS)}")
-        default = SECTIONS[section]()  # type: ignore[operator]
-        typed = {
-            key: _typed(_kind(default, key, f"{source}: {section}.{key}"), value, f"{source}: {section}.{key}")
-            for key, value in values.items()
-        }
-        parts[section] = replace(default, **typed)
-    return RunConfig(**parts)
-
-
-def check(config: RunConfig) -> None:
-    for name, choices in CHOICES.items():
-        section, key = name.split(".")
-        if (value := getattr(getattr(config, section), key)) not in choices:
-            raise ValueError(f"{name}: {value!r} is not one of {', '.join(choices)}")
-    for section in SECTIONS:
-        part = getattr(config, section)
-        for f in fields(part):
-            value, name = getattr(part, f.name), f"{section}.{f.name}"
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                if not math.isfinite(value):
-                    raise ValueError(f"{name}: must be a finite number, got {value}")
-                if value < 0:
-                    raise ValueError(f"{name}: must not be negative, got {value}")
-                if name in ABOVE_ZERO and value == 0:
-                    raise ValueError(f"{name}: must be above 0")
-                if name in SHARES and value > 1:
-                    raise ValueError(f"{name}: is a share, at most 1, got {value}")
-    grouped = config.optimise.algorithm in ("grpo", "rloo", "gspo")
-    if grouped and config.optimise.samples < 2 and not config.sampling.replay:
-        raise ValueError(
-            f'optimise.algorithm = "{config.optimise.algorithm}" compares the episodes of a task: optimise.samples must be 2 up'
-        )
-
-
-def _kind(part: Any, key: str, where: str) -> Any:
-    kinds = get_type_hints(type(part))
-    if key not in kinds:
-        raise ValueError(f"{where}: no such setting; there are {', '.join(kinds)}")
-    return kinds[key]
-
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """A value from TOML or JSON as its field's type."""
-    if kind == tuple[str, ...]:
-        if isinstance(value, str):
-            value = [value]
-        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    elif type(value) is kind:
-        return value
-    raise ValueError(f"{where}: must be {_NAMES[kind]}, got {value!r}")
-
-
-def _parse(kind: Any, text: str, where: str) -> Any:
-    """A value from the command line."""
-    if kind == tuple[str, ...]:
-        return tuple(part for part in text.split(",") if part)
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{where}: must be true or false, got {text!r}")
-        return text.lower() == "true"
     try:
-        return kind(text)
+        return _ADAPTER.validate_python(_carried_over(table, source))
+    except ValidationError as error:
+        raise ValueError(_line(error, source, sources or {})) from None
+
+
+def json_schema() -> dict[str, Any]:
+    """For editors: every setting with its type, bounds, default and description."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_ADAPTER.json_schema()}
+
+
+def _carried_over(table: dict[str, Any], source: str) -> dict[str, Any]:
+    """Settings that older versions knew, under the names that they have now."""
+    optimise = dict(table.get("optimise", {}))
+    if "advantages" not in optimise:
+        return table
+    if "algorithm" in optimise:
+        raise ValueError(f"{source}: optimise.advantages is the old name of optimise.algorithm: remove advantages")
+    match optimise.pop("advantages"):
+        case "gae":
+            optimise["algorithm"] = "ppo"
+        case "group":
+            optimise["algorithm"] = "grpo"
+        case other:
+            raise ValueError(
+                f"{source}: optimise.advantages: {other!r} is not one of gae, group; it is optimise.algorithm now"
+            )
+    return table | {"optimise": optimise}
+
+
+def _line(error: ValidationError, source: str, sources: dict[tuple[str, str], str]) -> str:
+    """The first of pydantic's errors as one line."""
+    first = error.errors(include_url=False)[0]
+    where = first["loc"]
+    if not where:  # two settings that do not go together
+        return f"{source}: {schema.message(first)}"
+    section, key = str(where[0]), str(where[1])
+    name = sources.get((section, key), f"{source}: {section}.{key}")
+    if first["type"] in schema.UNKNOWN:
+        return f"{name}: no such setting; there are {', '.join(f.name for f in fields(SECTIONS[section]))}"
+    if len(where) > 2:
+        return f"{name}: must be a list of strings, got {schema.short(first['input'])} in it"
+    return f"{name}: {schema.message(first)}"
+
+
+def _from_text(section: str, key: str, text: str) -> Any:
+    """A value from the command line, as TOML would have it; text that does not fit is left for the field to refuse."""
+    kind = get_type_hints(SECTIONS[section]).get(key)
+    if kind == tuple[str, ...]:
+        return [part for part in text.split(",") if part]
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return kind(text) if kind in (int, float) else text
     except ValueError:
-        raise ValueError(f"{where}: must be {_NAMES[kind]}, got {text!r}") from None
-
-
-_NAMES = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    tuple[str, ...]: "a list of text",
-}
+        return text

@@ -1,11 +1,15 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and JSON lines."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 from uuid import uuid4
 
 
@@ -34,6 +38,56 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.rename(path)
     finally:
         rmtree(temporary, ignore_errors=True)
+
+
+def json_lines(path: Path, *, finished: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a .jsonl or .jsonl.gz file, each with the number of its line; errors name file and line.
+
+    With `finished`, a last line without a newline is left out: whoever wrote it was killed.
+    """
+    for number, line in lines(path):
+        if finished and not line.endswith(b"\n"):
+            return
+        try:
+            value = json_object(line)
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number}: {error}") from None
+        yield number, value
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, gzipped if its name says so, that are not blank, each with its number (from 1)."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path}: line {number + 1}: cannot be read: {error}; is the file cut off or damaged?"
+        ) from None
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """The object that a line holds, for readers that may skip a bad line. No field may be given twice."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not a line of JSON: not UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a line of JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("must be a JSON object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is given twice")
+    return value
 
 
 def check_model_folder(path: str) -> None:

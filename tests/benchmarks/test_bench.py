@@ -137,7 +137,7 @@ def test_a_whole_update_in_small(small):
         (["actor", "--model", "tiny", "--batches", "x"], "expected whole numbers"),
         (["head", "--widths", "64"], "student:teacher"),
         (["rce", "--model", "tiny", "--dtypes", "bf16"], "bf16"),
-        (["show", "pyproject.toml"], "line 1: not a result of python -m benchmarks"),
+        (["show", "pyproject.toml"], "line 1: not a line of JSON"),
     ],
 )
 def test_mistakes_get_one_line(arguments, message):

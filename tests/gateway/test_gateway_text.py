@@ -8,7 +8,7 @@ from gateway_parts import encode, letters, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopd.gateway.text import Unfolding, visible
+from memopd.gateway.text import StreamedText, visible_text
 
 any_id = st.integers(0, len(tokenizer()) - 1)
 words = st.sampled_from(["the old town", "</search>", "東京", "🙂", " a", "é", "<|im_end|>"])
@@ -20,27 +20,27 @@ stops = st.lists(st.sampled_from(["</search>", "town", "e", "東", "\ufffd", "< 
 @given(st.lists(pieces, max_size=12), stops, st.booleans(), st.lists(st.integers(1, 5), min_size=1, max_size=9))
 def test_pieces_add_up_to_the_whole(parts, stop, keep, steps):
     ids = [id for part in parts for id in part]
-    unfolding = Unfolding(tokenizer(), stop, keep)
+    streamed = StreamedText(tokenizer(), stop, keep)
     shown, at, turn = "", 0, 0
     while at < len(ids):
         step = steps[turn % len(steps)]
-        shown += unfolding.feed(ids[at : at + step])
+        shown += streamed.feed(ids[at : at + step])
         at, turn = at + step, turn + 1
-    whole = visible(tokenizer(), np.asarray(ids, np.int32), stop, keep)
+    whole = visible_text(tokenizer(), np.asarray(ids, np.int32), stop, keep)
     assert whole.startswith(shown)
-    assert shown + unfolding.end(whole) == whole
+    assert shown + streamed.end(whole) == whole
 
 
 def test_nothing_waits_that_is_certain():
-    unfolding = Unfolding(tokenizer(), ["</search>"])
-    assert unfolding.feed(encode("the old town")) == "the old town"
-    assert unfolding.feed(letters("</sea")) == ""
-    assert unfolding.feed(letters("l")) == "</seal"
-    assert unfolding.feed(letters(" </search>")) == " "
-    assert unfolding.feed(encode("more")) == ""
+    streamed = StreamedText(tokenizer(), ["</search>"])
+    assert streamed.feed(encode("the old town")) == "the old town"
+    assert streamed.feed(letters("</sea")) == ""
+    assert streamed.feed(letters("l")) == "</seal"
+    assert streamed.feed(letters(" </search>")) == " "
+    assert streamed.feed(encode("more")) == ""
 
 
 @pytest.mark.parametrize(("keep", "text"), [(False, "a "), (True, "a town")])
 def test_the_stop_string_that_is_complete_first_counts(keep, text):
     ids = np.asarray(encode("a town, the river"), np.int32)
-    assert visible(tokenizer(), ids, ["a town, the", "river", "town"], keep) == text
+    assert visible_text(tokenizer(), ids, ["a town, the", "river", "town"], keep) == text

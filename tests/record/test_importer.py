@@ -10,7 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from memopd.record import StoreError, import_calls, read_episodes, write_episodes
+from memopd.record import StoreError, import_calls, import_episodes, read_episodes, write_episodes
+from memopd.record.importer import CallFields
+from memopd.record.store import SCHEMA
 from memopd.types import Call, Episode, Sampling, Segment
 
 
@@ -151,9 +153,9 @@ def test_no_such_file(tmp_path: Path) -> None:
 BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ("{", "not a line of JSON: Expecting property name"),
     ('{"episode": "a", "prompt": [1], "prompt": [2]}', "not a line of JSON: 'prompt' is given twice"),
-    ("[1]", "must be a JSON object with an episode, a string or an integer"),
-    ({"prompt": [1], "completion": [2]}, "must be a JSON object with an episode"),
-    (call(True), "must be a JSON object with an episode"),
+    ("[1]", "must be a JSON object"),
+    ({"prompt": [1], "completion": [2]}, "must be a JSON object with an episode, a string or a whole number"),
+    (call(True), "must be a JSON object with an episode, a string or a whole number"),
     ({"episode": "a", "prompt": [1]}, "episode 'a': call 2: completion: missing"),
     ({"episode": "a", "completion": [1]}, "episode 'a': call 2: prompt: missing"),
     (call(prompt_ids=[1]), "episode 'a': call 2: prompt: given twice, as prompt and as prompt_ids"),
@@ -163,28 +165,38 @@ BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     (call(prompt=None), "episode 'a': call 2: prompt: must be a list, got null"),
     (call(prompt=[]), "episode 'a': call 2: prompt: must not be empty"),
     (call(completion=[]), "episode 'a': call 2: completion: must not be empty"),
-    (call(prompt=[1, 2.0]), "episode 'a': call 2: prompt[1]: must be an integer, got 2.0"),
-    (call(prompt=[1, True]), "episode 'a': call 2: prompt[1]: must be an integer, got true"),
-    (call(prompt=[1, [2]]), "episode 'a': call 2: prompt[1]: must be an integer, got [2]"),
+    (call(prompt=[1, 2.0]), "episode 'a': call 2: prompt: must be a list of whole numbers, got 2.0 at 1"),
+    (call(prompt=[1, True]), "episode 'a': call 2: prompt: must be a list of whole numbers, got true at 1"),
+    (call(prompt=[1, [2]]), "episode 'a': call 2: prompt: must be a list of whole numbers, got [2] at 1"),
     (call(prompt=[1, -2]), "episode 'a': call 2: prompt: negative token id -2 at 1"),
     (call(prompt=[1, 2**31]), "episode 'a': call 2: prompt: token id 2147483648 does not fit 31 bits"),
     (call(prompt=[1, 2**70]), "episode 'a': call 2: prompt: 1180591620717411303424 is too large"),
     (call(logprobs=[-1, -2]), "episode 'a': call 2: logprobs: 2 given for 1 sampled tokens"),
-    (call(logprobs=[None]), "episode 'a': call 2: logprobs[0]: must be a number, got null"),
+    (call(logprobs=[None]), "episode 'a': call 2: logprobs: must be a list of numbers, got null at 0"),
     (call(logprobs=[float("nan")]), "episode 'a': call 2: logprobs: not finite at 0"),
-    (call(logprobs={"tokens": ["a"] * 99}), "episode 'a': call 2: logprobs: must be a list or null, got {"),
+    (call(logprobs={"tokens": ["a"] * 99}), "episode 'a': call 2: logprobs: must be a list, got {"),
     (call(reward="1"), "episode 'a': call 2: reward: must be a number, got \"1\""),
     (call(reward=None), "episode 'a': call 2: reward: must be a number, got null"),
     (call(reward=float("inf")), "episode 'a': call 2: reward: must be a finite number, got inf"),
     (call(reward=10**400), "episode 'a': call 2: reward: 1000000000000000000000000000000000000... is too large"),
     (call(trainable=1), "episode 'a': call 2: trainable: must be true or false, got 1"),
-    (call(seed=1.5), "episode 'a': call 2: seed: must be an integer or null, got 1.5"),
+    (call(seed=1.5), "episode 'a': call 2: seed: must be a whole number, got 1.5"),
     (
         call(stop="tired"),
         "episode 'a': call 2: stop: must be one of stop, tool_calls, function_call, length, aborted, abort, got",
     ),
-    (call(segments=[3]), "episode 'a': call 2: segments[0]: must be an object with kind, start, stop, source"),
-    (call(segments=[{"kind": "memory"}]), "episode 'a': call 2: segments[0].start: must be an integer, got null"),
+    (call(segments=[3]), "episode 'a': call 2: segments[0]: must be an object, got 3"),
+    (call(segments=[{"kind": "memory"}]), "episode 'a': call 2: segments[0].start: missing"),
+    (
+        call(segments=[{"kind": "memory", "start": 0, "stop": True}]),
+        "episode 'a': call 2: segments[0].stop: must be a whole number, got true",
+    ),
+    (
+        call(segments=[{"kind": "memory", "start": 0, "stop": 1, "end": 1}]),
+        "episode 'a': call 2: segments[0].end: unknown field; known are kind, start, stop, source",
+    ),
+    (call(top_k=True), "episode 'a': call 2: top_k: must be a whole number, got true"),
+    (call(token_ids=[1], response_ids=[2]), "episode 'a': call 2: completion: given twice, as completion and as token"),
     (
         call(segments=[{"kind": "memory", "start": 0, "stop": 9}]),
         "episode 'a': call 2: segments: Segment(kind='memory', start=0, stop=9, source=None) ends past the prompt",
@@ -209,3 +221,46 @@ def test_an_episode_that_comes_back(tmp_path: Path) -> None:
 def test_sampling_is_checked(tmp_path: Path) -> None:
     path = lines(tmp_path / "calls.jsonl", call("a"), call("b", temperature=0), call("b"))
     assert error_of(path) == "line 2: episode 'b': Sampling.temperature must be above 0 and finite, got 0.0"
+
+
+def test_a_line_has_the_columns_of_the_store() -> None:
+    assert list(CallFields.model_fields) == SCHEMA.names
+
+
+def lengths(path: Path) -> list[int]:
+    return [path.stat().st_size]
+
+
+def nothing(path: Path) -> None:
+    return None
+
+
+def of_one_call(path: Path) -> list[Episode]:
+    return [Episode("a", "t", [Call([1], list(path.read_bytes()))])]
+
+
+def test_a_format_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"\x02\x03")
+    assert list(import_episodes(tmp_path / "x.bin", f"{__name__}:of_one_call")) == [
+        Episode("a", "t", [Call([1], [2, 3])])
+    ]
+    path = lines(tmp_path / "c.jsonl", call("a"))
+    assert list(import_episodes(path)) == list(import_calls(path))
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ("lengths", "result 0 must be an Episode, got int"),
+        ("nothing", "must return episodes, got NoneType"),
+    ],
+)
+def test_what_is_no_episode_is_refused(tmp_path: Path, format: str, message: str) -> None:
+    (tmp_path / "x.bin").write_bytes(b"\x02")
+    with pytest.raises(ValueError, match=rf"--format: '{__name__}:{format}':? {message}"):
+        list(import_episodes(tmp_path / "x.bin", f"{__name__}:{format}"))
+
+
+def test_an_unknown_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--format: 'cals' is not one of calls; your own is written module:name"):
+        import_episodes(tmp_path / "x.bin", "cals")

@@ -10,7 +10,7 @@ from memopd.retrieval import Passage, build_index, read_corpus, read_info, write
 
 GOOD = {"id": "17", "contents": '"Velmora Works"\nA maker of clocks.'}
 BAD = {
-    "not JSON": b'{"id": "18", "contents": ',
+    "not a line of JSON": b'{"id": "18", "contents": ',
     "not UTF-8": b'{"id": "18", "contents": "\xff\\n"}',
     "must be a JSON object": b'["18", "text"]',
     "id: missing": b'{"contents": "\\"T\\"\\ntext"}',

@@ -127,7 +127,7 @@ def test_a_start_that_failed_is_not_in_the_way(tmp_path):
 
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": \n{"step": 2}\n{"st')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is damaged"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2: not a line of JSON"):
         read_metrics(tmp_path)
 
 

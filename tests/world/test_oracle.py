@@ -122,9 +122,9 @@ def test_the_oracle_answers_a_memory_that_asks_and_goes_on(small):
     plain, noting = (
         {
             e.id: e
-            for e in Agent(Oracle(pairs, small.tokenizer), SearchEnvironment(small.index), memory, small.tokenizer).play(
-                pairs
-            )
+            for e in Agent(
+                Oracle(pairs, small.tokenizer), SearchEnvironment(small.index), memory, small.tokenizer
+            ).play(pairs)
         }
         for memory in (Mem1(), Noting())
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memopd.cli import audit, policy, report, retrieval, rollout, tasks, train, world
+from memopd.cli import audit, config, policy, report, retrieval, rollout, tasks, train, world
 from memopd.cli.gateway import gateway
 from memopd.cli.options import run
 
@@ -23,6 +23,7 @@ policy.register(retrieval.serve)
 app.add_typer(rollout.app)
 app.command()(gateway)
 app.add_typer(audit.app)
+app.add_typer(config.app)
 app.add_typer(train.app)
 app.add_typer(report.app)
 

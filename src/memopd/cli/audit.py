@@ -17,22 +17,25 @@ app = typer.Typer()
 
 @app.command("import")
 def import_(
-    calls: Annotated[Path, typer.Argument(help="JSON lines, one call a line (docs/episodes.md).")],
+    file: Annotated[Path, typer.Argument(help="JSON lines, one call per line (docs/episodes.md), or any other file.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The episode store to write.")],
+    format: Annotated[
+        str, typer.Option(help="calls, or module:function, which reads a file of your own format.")
+    ] = "calls",
 ) -> None:
-    """Recorded calls of any sampler or trainer into an episode store."""
-    from memopd.record import import_calls, read_episodes, write_episodes
+    """Import recorded calls of any sampler or trainer into an episode store."""
+    from memopd.record import import_episodes, read_episodes, write_episodes
 
     there = {e.id for e in read_episodes(output)} if output.exists() else set()
 
-    def new() -> Iterator[Any]:  # what it refuses, it refuses before anything is written
+    def new() -> Iterator[Any]:  # raises before anything is written
         episode = None
-        for episode in import_calls(calls):
+        for episode in import_episodes(file, format):
             if episode.id in there:
                 raise ValueError(f"{output}: has episode {episode.id!r} already; remove it, or choose another -o")
             yield episode
         if episode is None:
-            raise ValueError(f"{calls}: there is no call in it")
+            raise ValueError(f"{file}: there is no call in it")
 
     count = write_episodes(output, track("episodes", new()))
     print(f"{output}: {count} episode{'s' * (count > 1)}")

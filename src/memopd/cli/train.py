@@ -11,14 +11,13 @@ from typing import Annotated
 
 import typer
 
+from memopd.cli.config import ANY_FIELD, CONFIG_HELP, overrides
+
 app = typer.Typer()
 
-Config = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="TOML; any field can be given as --section.field value.")
-]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)]
 Output = Annotated[Path, typer.Option(help="The run directory, a new one unless --resume.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of --output.")]
-ANY_FIELD = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command(context_settings=ANY_FIELD)
@@ -66,23 +65,6 @@ def train(
 def say_where(output: Path) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         print(output / "model")
-
-
-def overrides(arguments: list[str], short: dict[str, str | None]) -> dict[str, str]:
-    """`--optimise.lr 1e-5` or `--optimise.lr=1e-5`; `short` are fields that have an option of their own."""
-    found = {name: value for name, value in short.items() if value is not None}
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or "." not in name:
-            raise ValueError(f"{argument!r}: no such option; settings are given as --section.field value")
-        if not equals:
-            try:
-                value = next(rest)
-            except StopIteration:
-                raise ValueError(f"{argument}: a value must follow") from None
-        found[name] = value
-    return found
 
 
 @contextmanager

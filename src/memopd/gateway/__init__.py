@@ -1,1 +1,1 @@
-"""The recording gateway: agents that speak OpenAI's API, every call kept as token ids before it is answered."""
+"""The recording gateway: it speaks OpenAI's API to agents, and records every call as token ids before it answers."""

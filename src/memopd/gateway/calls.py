@@ -1,4 +1,4 @@
-"""One call of the gateway on its way, between a connection that may close and an engine that samples in a thread."""
+"""One call that the gateway runs, between a connection that may close and an engine that samples in a thread."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from starlette.types import Receive, Scope, Send
 from memopd.engine import protocol
 from memopd.engine.protocol import Completion, LiveEngine
 from memopd.gateway.drift import History
-from memopd.gateway.openai_api import Asked
+from memopd.gateway.openai_api import Answer, GenerationRequest
 
 
-class Flight:
-    """One call on its way. Its task runs to the journal whatever becomes of the connection."""
+class RunningCall:
+    """A call from its request to its record. Its task writes the journal even if the client disconnects."""
 
-    def __init__(self, episode: str, number: int, asked: Asked) -> None:
-        self.episode, self.number, self.asked = episode, number, asked
+    def __init__(self, episode: str, number: int, request: GenerationRequest) -> None:
+        self.episode, self.number, self.request = episode, number, request
+        self.sampling = request.sampling
         self.started = time.time()
         self.prompt: list[int] = []
         self.history = History()
-        self.heard: list[int] = []  # of a stream, as they come
-        self.news = asyncio.Event()  # something was heard, or the call ended
-        self.hung_up = False
-        self.trouble = ""  # of the engine
+        self.tokens: list[int] = []  # of a stream, as they are sampled
+        self.progress = asyncio.Event()  # a token was sampled, or the call ended
+        self.cancelled = False
+        self.failure = ""  # of the engine
         self._loop = asyncio.get_running_loop()
         self._ticket: protocol.Ticket | None = None
         self.task: asyncio.Task[Completion]
@@ -40,65 +41,68 @@ class Flight:
     def name(self) -> str:
         return f"episode {self.episode}: call {self.number}"
 
-    def begin(self, run: Coroutine[Any, Any, Completion]) -> None:
+    def start(self, run: Coroutine[Any, Any, Completion]) -> None:
         self.task = asyncio.create_task(run)
-        self.task.add_done_callback(self._ended)
+        self.task.add_done_callback(self._on_end)
 
     def submit(self, engine: LiveEngine) -> asyncio.Future[Completion]:
-        seed = secrets.randbits(63) if self.asked.seed is None else self.asked.seed
+        seed = secrets.randbits(63) if self.request.seed is None else self.request.seed
         request = protocol.Request(
-            np.asarray(self.prompt, np.int32), seed, self.asked.sampling, self.asked.stop, self.episode
+            np.asarray(self.prompt, np.int32), seed, self.sampling, self.request.stop, self.episode
         )
-        self._ticket = engine.submit(request, self._hear if self.asked.stream else None)
-        if self.hung_up:
+        self._ticket = engine.submit(request, self._on_token if self.request.stream else None)
+        if self.cancelled:
             self._ticket.cancel()
         return asyncio.wrap_future(self._ticket.completion)
 
-    def hang_up(self) -> None:
+    def cancel(self) -> None:
         """The client is gone: sample no further. Does nothing once the call has ended."""
         if not self.task.done():
-            self.hung_up = True
+            self.cancelled = True
             if self._ticket:
                 self._ticket.cancel()
 
-    async def something(self) -> None:
-        """Until the first id is heard, or the call ends without one."""
-        await self.news.wait()
+    def answer(self) -> Answer:
+        return self.request.answer(f"{self.episode}-{self.number}", self.prompt)
 
-    def _hear(self, id: int) -> None:  # in the engine's thread
-        self.heard.append(id)
-        if not self.news.is_set():
+    async def first_token(self) -> None:
+        """Returns when the first token was sampled, or the call ended without one."""
+        await self.progress.wait()
+
+    def _on_token(self, id: int) -> None:  # in the engine's thread
+        self.tokens.append(id)
+        if not self.progress.is_set():
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self.news.set)
+                self._loop.call_soon_threadsafe(self.progress.set)
 
-    def _ended(self, task: asyncio.Task[Completion]) -> None:
+    def _on_end(self, task: asyncio.Task[Completion]) -> None:
         if not task.cancelled():
-            task.exception()  # whoever waits for the task raises it; after a hang-up nobody does
-        self.news.set()
+            task.exception()  # whoever waits for the task raises it; after a disconnect nobody does
+        self.progress.set()
 
 
-class Events(StreamingResponse):
-    """A stream that hangs up on the engine when it ends early, whoever ended it."""
+class EventStream(StreamingResponse):
+    """Server-sent events of a call, which is cancelled when the stream ends early, for whatever reason."""
 
-    def __init__(self, flight: Flight, events: AsyncIterator[str], headers: dict[str, str]) -> None:
+    def __init__(self, call: RunningCall, events: AsyncIterator[str], headers: dict[str, str]) -> None:
         super().__init__(events, headers=headers | {"cache-control": "no-cache"}, media_type="text/event-stream")
-        self._flight = flight
+        self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._flight.hang_up()
+            self._call.cancel()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> bool:
-    """Whether the work was done before the client hung up."""
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> bool:
+    """Whether the work was done before the client disconnected."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    tasks = asyncio.create_task(work), asyncio.create_task(disconnected())
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     done = tasks[0].done()
     for task in tasks:

@@ -1,8 +1,8 @@
-"""Text that comes back: use the ids that were sampled where that is exact, and say where other ids are read.
+"""Replies that come back as text: keep their sampled ids where that is exact, and report where the ids differ.
 
 An agent that speaks text sends a reply back as text. Encoding it again need not give the ids that the model sampled,
 and then the model reads a history that never happened. `chat_ids` puts the sampled ids of an earlier reply in its
-place when the chat template leaves it whole; `drift` compares what a prompt holds with what was sampled.
+place when the chat template leaves it unchanged; `drift` compares a prompt's ids with those that were sampled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from memopd.types import Ids
 
-_LEAST = 4  # shorter replies ("Yes") occur in a prompt by chance
+_MIN_TOKENS = 4  # shorter replies ("Yes") occur in a prompt by chance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a prompt holds of the replies before it.
+    """How many earlier replies a prompt repeats, and how many of them as other ids.
 
     >>> History(replies=3, drifted=1, first=417).drifted  # one of three came back as other ids, from position 417 on
     1
@@ -93,7 +93,7 @@ def drift(tokenizer: Any, prompt: Sequence[int], replies: Sequence[Reply]) -> Hi
     found = drifted = 0
     first: int | None = None
     for reply in replies:
-        if len(reply.ids) < _LEAST:
+        if len(reply.ids) < _MIN_TOKENS:
             continue
         if _contains(packed, reply.ids.tobytes()):
             found += 1
@@ -103,7 +103,7 @@ def drift(tokenizer: Any, prompt: Sequence[int], replies: Sequence[Reply]) -> Hi
         if not repeated.strip() or repeated not in text:
             continue
         found += 1
-        position = _parting(tokenizer, prompt, text.index(repeated), reply.ids, len(repeated))
+        position = _first_difference(tokenizer, prompt, text.index(repeated), reply.ids, len(repeated))
         if position is not None:
             drifted += 1
             first = position if first is None else min(first, position)
@@ -114,7 +114,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
-def _parting(tokenizer: Any, prompt: Sequence[int], at: int, sampled: Ids, length: int) -> int | None:
+def _first_difference(tokenizer: Any, prompt: Sequence[int], at: int, sampled: Ids, length: int) -> int | None:
     """The first position at which the text from character `at` on is not read as it was sampled."""
     start = bisect_right(range(len(prompt) + 1), at, key=lambda n: len(decode(tokenizer, prompt[:n]))) - 1
     if len(decode(tokenizer, prompt[:start])) < at:

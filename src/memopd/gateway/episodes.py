@@ -1,11 +1,11 @@
-"""Episodes on their way: in the journal call by call, in the store once a reward has finished them.
+"""The episodes that a gateway records: call by call in the journal, and in the store once a reward finishes them.
 
     add ──> journal ──> finish ──> journal ──> compact ──> one part of the store ──> "stored" in the journal
-                                                              └──> segments in which nothing lives are dropped
+                                                              └──> segments without unfinished episodes are dropped
 
-Killed at any instant, the next start reads the journal against the store: what is in the store is finished, what
-has its reward in the journal is written to the store, the rest goes on. A record is JSON and packed arrays, because
-a list of ids in JSON is twice as long and slow to read:
+After a kill at any instant, the next start compares the journal with the store: episodes in the store are finished,
+those with a reward in the journal are written to the store, and the others go on. A record is JSON and packed arrays,
+because a list of ids in JSON is twice as long and slow to read:
 
     length of the JSON u32 | JSON, padded to a multiple of 8 | log-probabilities f64 | prompt i32 | completion i32
 """
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Recorded:
-    """One call of an episode, and what the journal knows of it beyond the call itself."""
+    """One call of an episode, with what the journal records of it beyond the call itself."""
 
     episode: str
     number: int  # in the order of arrival: calls may overlap, and an episode's calls are ordered by when they were made
@@ -52,7 +52,7 @@ class Recorded:
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _Unfinished:
     calls: list[Recorded] = field(default_factory=list)
     segments: Counter[int] = field(default_factory=Counter)  # bytes in each segment of the journal
     outcome: dict[str, Any] | None = None
@@ -71,21 +71,21 @@ class Ledger:
         self._journal = Journal(self.store / "journal", segment_bytes)
         try:
             self._finished = _stored(self.store)  # episode to reward
-            self._live: dict[str, _Live] = {}
+            self._live: dict[str, _Unfinished] = {}
             self._ready: list[str] = []  # finished, durably, and not in the store yet
-            self._held: Counter[int] = Counter()  # bytes in each segment that belong to a live episode
+            self._needed: Counter[int] = Counter()  # bytes in each segment that belong to an unfinished episode
             self._notes: Counter[int] = Counter()  # bytes of "stored" records
             self._number = 0
             self._lock, self._compacting = Lock(), Lock()
-            unsaid: dict[str, float] = {}
+            unnoted: dict[str, float] = {}
             for segment, payload in self._journal.records():
                 try:
-                    self._replay(segment, payload, unsaid)
+                    self._replay(segment, payload, unnoted)
                 except (KeyError, TypeError) as error:
                     path = self._journal.directory
                     raise JournalError(f"{path}: segment {segment}: a record of another version: {error!r}") from None
-            if unsaid:
-                self._note(unsaid)
+            if unnoted:
+                self._note(unnoted)
         except BaseException:
             self._journal.close()
             raise
@@ -125,8 +125,8 @@ class Ledger:
         """Resolves when the call is durable."""
         payload = _packed(recorded)
         with self._lock:
-            self._live.setdefault(recorded.episode, _Live()).calls.append(recorded)
-            return self._journal.append(payload, lambda done: self._landed(recorded.episode, len(payload), done))
+            self._live.setdefault(recorded.episode, _Unfinished()).calls.append(recorded)
+            return self._journal.append(payload, lambda done: self._on_durable(recorded.episode, len(payload), done))
 
     def finish(self, name: str, reward: float, task: str | None = None) -> Future[int]:
         """Resolves when the outcome is durable. From the first moment on the episode counts as finished."""
@@ -135,7 +135,7 @@ class Ledger:
         with self._lock:
             self._live[name].outcome = outcome
             self._finished[name] = reward
-            return self._journal.append(payload, lambda done: self._landed(name, len(payload), done, finished=True))
+            return self._journal.append(payload, lambda done: self._on_durable(name, len(payload), done, finished=True))
 
     def compact(self) -> int:
         """Write the finished episodes to the store, one part, and drop them from the journal. Their number."""
@@ -148,15 +148,15 @@ class Ledger:
                 with self._lock:
                     del self._ready[: len(names)]
                     for name in names:
-                        self._held.subtract(self._live.pop(name).segments)
+                        self._needed.subtract(self._live.pop(name).segments)
             self._clean()
             return len(names)
 
     def close(self) -> None:
         self._journal.close()
 
-    def _landed(self, name: str, size: int, done: Future[int], finished: bool = False) -> None:
-        """Before the segment can be sealed, so that what lives in a sealed segment is known."""
+    def _on_durable(self, name: str, size: int, done: Future[int], finished: bool = False) -> None:
+        """Runs before the segment can be sealed, so that it is known which sealed segments are still needed."""
         if done.exception() is None:
             with self._lock:
                 self._count(name, done.result(), size)
@@ -165,48 +165,48 @@ class Ledger:
 
     def _count(self, name: str, segment: int, size: int) -> None:
         self._live[name].segments[segment] += size
-        self._held[segment] += size
+        self._needed[segment] += size
 
     def _note(self, rewards: dict[str, float]) -> None:
         note = _with_arrays({"stored": rewards})
         self._notes[self._journal.append(note).result()] += len(note)
 
     def _clean(self) -> None:
-        """A segment goes when nothing in it lives and none is older; it is rewritten when half of it is dead.
+        """Drop the oldest segments that no unfinished episode needs; rewrite another when half of it is not needed.
 
         "stored" records stay for as long as a segment before them does, which may hold calls of those episodes: so a
         part that was taken out of the store is not written a second time.
         """
         for segment in self._journal.sealed:
-            if not self._held[segment] and segment == self._journal.oldest:
+            if not self._needed[segment] and segment == self._journal.oldest:
                 self._journal.drop(segment)
                 continue
             size = self._journal.size(segment)
-            if size > 2 * (self._held[segment] + self._notes[segment]) + 4096:
-                self._journal.rewrite(segment, self._lives)
+            if size > 2 * (self._needed[segment] + self._notes[segment]) + 4096:
+                self._journal.rewrite(segment, self._is_needed)
 
-    def _lives(self, payload: bytes) -> bool:
+    def _is_needed(self, payload: bytes) -> bool:
         head = _head(payload)
         return "stored" in head or (head.get("call") or head.get("finish")) in self._live
 
-    def _replay(self, segment: int, payload: bytes, unsaid: dict[str, float]) -> None:
-        """`unsaid` collects what is in the store although the journal does not say so: it was killed in between."""
+    def _replay(self, segment: int, payload: bytes, unnoted: dict[str, float]) -> None:
+        """`unnoted` collects episodes that are in the store without a "stored" record: a kill came in between."""
         head = _head(payload)
         if "stored" in head:
             self._notes[segment] += len(payload)
             for name, reward in head["stored"].items():
                 self._finished[name] = reward
-                unsaid.pop(name, None)
+                unnoted.pop(name, None)
                 if live := self._live.pop(name, None):
-                    self._held.subtract(live.segments)
+                    self._needed.subtract(live.segments)
                     if name in self._ready:  # not where cleaning took its `finish` and left a call
                         self._ready.remove(name)
             return
         name = head.get("call") or head["finish"]
         if name in self._finished and name not in self._live:
-            unsaid[name] = self._finished[name]
+            unnoted[name] = self._finished[name]
             return
-        live = self._live.setdefault(name, _Live())
+        live = self._live.setdefault(name, _Unfinished())
         if "call" in head:
             live.calls.append(_recorded(head, payload))
             self._number = max(self._number, head["number"] + 1)
@@ -217,7 +217,7 @@ class Ledger:
         self._count(name, segment, len(payload))
 
 
-def episode_of(name: str, live: _Live) -> Episode:
+def episode_of(name: str, live: _Unfinished) -> Episode:
     """The recorded calls in order of arrival, as one episode.
 
     An episode has one distribution that its completions were drawn from. Of several the one with the most calls

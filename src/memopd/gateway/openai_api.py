@@ -1,45 +1,39 @@
 """The shapes of OpenAI's API: what a request may ask, how an answer, a chunk and an error look.
 
-A field that would change what is sampled is honoured or refused by name, never ignored.
+    POST body ── parse(ChatRequest, body) ──> ChatRequest ── prompt_ids ──> ids for the engine
+                                                  └── answer ──> Answer ── body, or opening, chunk ..., closing
+
+A field that would change what is sampled is honoured or refused by name, never ignored. Another route needs another
+request class and, where it answers in another shape, a class with the methods of `Answer`.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from memopd import schema
+from memopd.gateway.drift import Reply, chat_ids, encode
 from memopd.types import Sampling
 
 Json: TypeAlias = dict[str, Any]
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /completions; a chat goes on to the engine's limit
-_SEEDS = 1 << 63
-
-# Fields we do not implement, with the value that asks for nothing.
-_IDLE: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "logit_bias": {},
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "top_logprobs": 0,
-    "tools": [],
-    "functions": [],
-    "tool_choice": "none",
-    "function_call": "none",
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-}
-# Fields that say who asks, and change nothing of what is sampled.
-_NOTES = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 
 
 class ApiError(Exception):
@@ -55,261 +49,292 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, checked."""
-
-    model: str
-    chat: bool
-    messages: tuple[dict[str, str], ...] = ()  # of a chat
-    prompt: str | tuple[int, ...] = ""  # of a completion
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    keep_stop: bool = False  # vLLM's include_stop_str_in_output
-    stream: bool = False
-    usage: bool = False  # at the end of a stream
-    logprobs: bool = False
-    token_ids: bool = False  # vLLM's return_token_ids
+# Requests
 
 
-def asked(body: object, chat: bool) -> Asked:
-    """The request that a JSON body makes, or an ApiError that names the field."""
-    if not isinstance(body, dict):
-        raise _wrong(None, "the body must be a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    take = _Taker(given)
-    result = Asked(
-        model=take("model", text),
-        chat=chat,
-        messages=take("messages", _messages) if chat else (),
-        prompt="" if chat else take("prompt", _prompt),
-        sampling=_sampling(take, chat),
-        seed=take("seed", _seed, None),
-        stop=take("stop", _stop, ()),
-        keep_stop=take("include_stop_str_in_output", _flag, False),
-        stream=take("stream", _flag, False),
-        usage=take("stream_options", _stream_options, False),
-        logprobs=take("logprobs", _flag if chat else _sampled_logprobs, False),
-        token_ids=take("return_token_ids", _flag, False),
-    )
-    for name, value in given.items():
-        if name in _NOTES or name in take.taken or (name in _IDLE and value == _IDLE[name]):
-            continue
-        if name in _IDLE:
-            raise _wrong(name, f"is not supported here; leave it out or send {_IDLE[name]!r}")
-        raise ApiError(400, "unknown_field", f"{name[:60]!r}: unknown field; it would be ignored, so it is refused")
-    return result
+class Shape(BaseModel):
+    """A JSON object that a client sends. Null counts as left out; a field that is not declared is refused."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+    idle: ClassVar[list[Any]] = [None]  # values that say nothing, whatever the field
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that change nothing of what is sampled
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        """Logs show where an error is: not at the unknown field, whose name is the client's word, but at its object."""
+        if not isinstance(given, dict):
+            return given
+        said = {name: value for name, value in given.items() if value not in cls.idle and name not in cls.ignored}
+        for name in said:
+            if name not in cls.model_fields:
+                raise ValueError(f"{name[:60]!r} is not supported here; leave it out")
+        return said
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One call's answer in the shape that was asked for."""
-
-    id: str
-    asked: Asked
-    prompt: list[int]
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def body(self, text: str, finish: str, ids: list[int], logprobs: Json | None) -> Json:
-        choice: Json = {"index": 0, "finish_reason": finish, "logprobs": logprobs}
-        if self.asked.chat:
-            choice["message"] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text
-        answer = self._head(streamed=False) | {"choices": [choice], "usage": self._usage(ids)}
-        if self.asked.token_ids:
-            choice["token_ids"] = ids
-            (answer if self.asked.chat else choice)["prompt_token_ids"] = self.prompt
-        return answer
-
-    def opening(self) -> Json:
-        """A stream's first chunk."""
-        chunk = self.chunk("", role=True)
-        if self.asked.token_ids:
-            (chunk if self.asked.chat else chunk["choices"][0])["prompt_token_ids"] = self.prompt
-        return chunk
-
-    def chunk(self, text: str, role: bool = False) -> Json:
-        choice: Json = {"index": 0, "finish_reason": None, "logprobs": None}
-        if self.asked.chat:
-            choice["delta"] = ({"role": "assistant"} if role else {}) | {"content": text}
-        else:
-            choice["text"] = text
-        return self._head(streamed=True) | {"choices": [choice]}
-
-    def closing(self, text: str, finish: str, ids: list[int], logprobs: Json | None) -> list[Json]:
-        """A stream's last chunks. The engine gives log-probabilities at the end, so all of them come here."""
-        chunk = self.chunk(text)
-        chunk["choices"][0] |= {"finish_reason": finish, "logprobs": logprobs}
-        if self.asked.token_ids:
-            chunk["choices"][0]["token_ids"] = ids
-        if not self.asked.usage:
-            return [chunk]
-        return [chunk, self._head(streamed=True) | {"choices": [], "usage": self._usage(ids)}]
-
-    def _head(self, streamed: bool) -> Json:
-        kind = "text_completion" if not self.asked.chat else "chat.completion.chunk" if streamed else "chat.completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
-
-    def _usage(self, ids: list[int]) -> Json:
-        read, sampled = len(self.prompt), len(ids)
-        return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+S = TypeVar("S", bound=Shape)
 
 
-def logprobs_of(tokens: list[str], logprobs: list[float], chat: bool) -> Json:
-    """Of the sampled tokens, each with the text it decodes to by itself."""
-    if chat:
-        content = [
-            {"token": t, "logprob": p, "bytes": None if "\ufffd" in t else list(t.encode()), "top_logprobs": []}
-            for t, p in zip(tokens, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets[:-1]}
+def parse(shape: type[S], body: object) -> S:
+    """The body as this shape, or an ApiError that names the field."""
+    try:
+        return shape.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = schema.place(first["loc"])
+        message = f"{where or 'the body'}: {schema.message(first)}"
+        raise ApiError(400, "invalid_request", message, where or None) from None
 
 
-class _Taker:
-    """Takes fields out of a body one by one, so that what is left over is known."""
-
-    def __init__(self, given: Json) -> None:
-        self._given = given
-        self.taken: set[str] = set()
-
-    def __call__(self, name: str, check: Callable[[str, Any], Any], *default: Any) -> Any:
-        self.taken.add(name)
-        if name in self._given:
-            return check(name, self._given[name])
-        if not default:
-            raise _wrong(name, "is missing")
-        return default[0]
-
-
-def _wrong(name: str | None, message: str) -> ApiError:
-    return ApiError(400, "invalid_request", f"{name}: {message}" if name else message, name)
-
-
-def _sampling(take: _Taker, chat: bool) -> Sampling:
-    """Temperature 0 asks for the likeliest token: top-k of one, recorded as that."""
-    limits = [take(name, _count, None) for name in (["max_completion_tokens"] if chat else []) + ["max_tokens"]]
-    limit = next((n for n in limits if n is not None), None if chat else _COMPLETION_TOKENS)
-    temperature = take("temperature", _temperature, 1.0)
-    top_p, top_k = take("top_p", _top_p, 1.0), take("top_k", _top_k, 0)
-    if temperature == 0:
-        return Sampling(top_k=1, max_tokens=limit)
-    return Sampling(temperature, top_p, top_k, limit)
-
-
-def text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not _encodable(value):
-        raise _wrong(name, "must be a string of Unicode text")
-    return value
-
-
-def _encodable(value: str) -> bool:
+def _unicode(value: str) -> str:
     """JSON can spell half a surrogate pair, which no text holds and no tokenizer takes."""
     try:
         value.encode()
     except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(name, "must be true or false")
+        raise ValueError("must be a string of Unicode text") from None
     return value
 
 
-def _integer(name: str, value: Any, least: int, below: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < below:
-        raise _wrong(name, f"must be a whole number from {least} to {below - 1}")
-    return value
+def _stops(value: Any) -> Any:
+    stops = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    if not isinstance(stops, tuple) or not all(stops):
+        raise ValueError("must be a string or a list of strings, none empty")
+    return stops
 
 
-def number(name: str, value: Any, fits: Callable[[float], bool] = math.isfinite, what: str = "that is finite") -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        with suppress(OverflowError):  # an integer that no float holds
-            if math.isfinite(value) and fits(value):
-                return float(value)
-    raise _wrong(name, f"must be a number {what}")
+def _joined(value: Any) -> Any:
+    """OpenAI's list of text parts as one string."""
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in value):
+        raise ValueError("must be a string or a list of text parts")
+    return "".join(part["text"] for part in value)
 
 
-def _count(name: str, value: Any) -> int:
-    return _integer(name, value, 1, 1 << 31)
-
-
-def _seed(name: str, value: Any) -> int:
-    return _integer(name, value, 0, _SEEDS)
-
-
-def _top_k(name: str, value: Any) -> int:
-    return max(0, _integer(name, value, -1, 1 << 31))  # -1: vLLM's word for all
-
-
-def _temperature(name: str, value: Any) -> float:
-    return number(name, value, lambda t: t >= 0, "of 0 or more")
-
-
-def _top_p(name: str, value: Any) -> float:
-    return number(name, value, lambda p: 0 < p <= 1, "above 0 and at most 1")
-
-
-def _sampled_logprobs(name: str, value: Any) -> bool:
-    if value is not False and (isinstance(value, bool) or value != 0):
-        raise _wrong(name, "only those of the sampled tokens are known: 0 asks for them")
-    return value is not False
-
-
-def _stop(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(stops):
-        raise _wrong(name, "must be a string or a list of strings, none empty")
-    return tuple(text(name, stop) for stop in stops)
-
-
-def _stream_options(name: str, value: Any) -> bool:
-    if not isinstance(value, Mapping) or not value.keys() <= {"include_usage", "include_obfuscation"}:
-        raise _wrong(name, "must be an object; include_usage is known")
-    return _flag(f"{name}.include_usage", value.get("include_usage", False))
-
-
-def _prompt(name: str, value: Any) -> str | tuple[int, ...]:
+def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]  # a batch of one
     if isinstance(value, str):
-        return text(name, value)
+        return _unicode(value)
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise _wrong(name, "must be one text or one list of token ids")
+        raise ValueError("must be one text or one list of token ids")
     if value and not 0 <= min(value) <= max(value) < 1 << 31:
-        raise _wrong(name, "token ids must be between 0 and the size of the vocabulary")
+        raise ValueError("token ids must be between 0 and the size of the vocabulary")
     return tuple(value)
 
 
-def _messages(name: str, value: Any) -> tuple[dict[str, str], ...]:
-    if not isinstance(value, list) or not value:
-        raise _wrong(name, "must be a list of messages, not empty")
-    return tuple(_message(f"{name}[{i}]", message) for i, message in enumerate(value))
+def _sampled_logprobs(value: Any) -> Any:
+    if value is not False and (isinstance(value, bool) or value != 0):
+        raise ValueError("only those of the sampled tokens are known: 0 asks for them")
+    return value is not False
 
 
-def _message(name: str, message: Any) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise _wrong(name, "must be an object with role and content")
-    given = {key: value for key, value in message.items() if value is not None and value != []}
-    if unknown := sorted(given.keys() - {"role", "content", "name"}):
-        raise ApiError(400, "unknown_field", f"{name}: {unknown[0][:60]!r} is not supported here", name)
-    taken = {key: text(f"{name}.{key}", given[key]) for key in ("role", "name") if key in given}
-    if "role" not in taken:
-        raise _wrong(f"{name}.role", "is missing")
-    return taken | {"content": _content(f"{name}.content", given.get("content"))}
+def _only(idle: Any) -> PlainValidator:
+    """A field that is not implemented: it may have the value that asks for nothing, and no other."""
+
+    def check(value: Any) -> Any:
+        if value != idle:
+            raise ValueError(f"is not supported here; leave it out or send {idle!r}")
+        return value
+
+    return PlainValidator(check)
 
 
-def _content(name: str, value: Any) -> str:
-    """A string, or OpenAI's list of text parts."""
-    if isinstance(value, str):
-        return text(name, value)
-    if not isinstance(value, list) or not all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        raise _wrong(name, "must be a string or a list of text parts")
-    return "".join(text(f"{name}.text", part.get("text")) for part in value)
+Text = Annotated[str, AfterValidator(_unicode)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class StreamOptions(Shape):
+    ignored = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+
+
+class Message(Shape):
+    idle = [None, []]  # clients send back what they got, with `tool_calls: []`
+
+    role: Text
+    content: Annotated[Text, BeforeValidator(_joined)]
+    name: Text | None = None
+
+
+class GenerationRequest(Shape):
+    """What every request for a completion may say."""
+
+    ignored = frozenset(
+        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+    )
+
+    model: Text
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = 0  # -1 is vLLM's word for all
+    max_tokens: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    stop: Annotated[tuple[Text, ...], FailFast(), BeforeValidator(_stops)] = ()
+    include_stop_str_in_output: bool = False  # vLLM's
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False  # vLLM's
+    logprobs: bool = False
+
+    n: Annotated[Any, _only(1)] = 1
+    best_of: Annotated[Any, _only(1)] = 1
+    echo: Annotated[Any, _only(False)] = False
+    suffix: Annotated[Any, _only("")] = ""
+    logit_bias: Annotated[Any, _only({})] = None
+    presence_penalty: Annotated[Any, _only(0)] = 0
+    frequency_penalty: Annotated[Any, _only(0)] = 0
+    repetition_penalty: Annotated[Any, _only(1)] = 1
+    min_p: Annotated[Any, _only(0)] = 0
+    top_logprobs: Annotated[Any, _only(0)] = 0
+    tools: Annotated[Any, _only([])] = None
+    functions: Annotated[Any, _only([])] = None
+    tool_choice: Annotated[Any, _only("none")] = None
+    function_call: Annotated[Any, _only("none")] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def sampling(self) -> Sampling:
+        """Temperature 0 asks for the likeliest token: top-k of one, recorded as that."""
+        if self.temperature == 0:
+            return Sampling(top_k=1, max_tokens=self.token_limit)
+        return Sampling(self.temperature, self.top_p, max(0, self.top_k), self.token_limit)
+
+    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply]) -> list[int]:
+        """What the model reads. `replies` are the earlier completions of the episode."""
+        raise NotImplementedError
+
+    def answer(self, name: str, prompt: list[int]) -> Answer:
+        """The answer to the call of this name."""
+        raise NotImplementedError
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    max_completion_tokens: Count | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply]) -> list[int]:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ApiError(400, "no_chat_template", "this model has no chat template: use /v1/completions", "messages")
+        try:
+            return chat_ids(tokenizer, [message.model_dump(exclude_none=True) for message in self.messages], replies)
+        except Exception as error:  # templates raise what they like
+            message = f"the chat template refuses these messages: {error}"
+            raise ApiError(400, "chat_template", message, "messages") from None
+
+    def answer(self, name: str, prompt: list[int]) -> Answer:
+        return Answer(f"chatcmpl-{name}", self, prompt)
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[Any, PlainValidator(_prompt)]  # one text, or one list of token ids
+    logprobs: Annotated[bool, BeforeValidator(_sampled_logprobs)] = False
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens or _COMPLETION_TOKENS
+
+    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply]) -> list[int]:
+        return encode(tokenizer, self.prompt, special=True) if isinstance(self.prompt, str) else list(self.prompt)
+
+    def answer(self, name: str, prompt: list[int]) -> Answer:
+        return Answer(f"cmpl-{name}", self, prompt)
+
+
+class Outcome(Shape):
+    """The end of an episode."""
+
+    reward: float
+    task: Text | None = None
+
+
+# Answers
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What a client is shown of a completion."""
+
+    text: str
+    finish: str
+    ids: list[int]
+    logprobs: list[tuple[str, float]] | None  # of each sampled token, with the text that it decodes to by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One call's answer as a whole (`body`), or in chunks: `opening`, then `chunk`s, then `closing`."""
+
+    id: str
+    request: GenerationRequest
+    prompt: list[int]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, completed: Completed) -> Json:
+        content = {"role": "assistant", "content": completed.text}
+        choice = self._choice(completed) | ({"message": content} if self._chat else {"text": completed.text})
+        return self._with_prompt(self._head("") | {"choices": [choice], "usage": self._usage(completed)})
+
+    def opening(self) -> Json:
+        return self._with_prompt(self.chunk("", {"role": "assistant"}))
+
+    def chunk(self, text: str, first: Json | None = None) -> Json:
+        return self._chunk({"index": 0, "finish_reason": None, "logprobs": None}, text, first or {})
+
+    def closing(self, text: str, completed: Completed) -> list[Json]:
+        """The engine gives log-probabilities at the end, so all of them come here."""
+        last = self._chunk(self._choice(completed), text, {})
+        if not self.request.stream_options.include_usage:
+            return [last]
+        return [last, self._head(".chunk") | {"choices": [], "usage": self._usage(completed)}]
+
+    @property
+    def _chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
+
+    def _head(self, chunk: str) -> Json:
+        kind = f"chat.completion{chunk}" if self._chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
+
+    def _chunk(self, choice: Json, text: str, first: Json) -> Json:
+        said = {"delta": first | {"content": text}} if self._chat else {"text": text}
+        return self._head(".chunk") | {"choices": [choice | said]}
+
+    def _choice(self, completed: Completed) -> Json:
+        logprobs = None if completed.logprobs is None else _logprobs(completed.logprobs, self._chat)
+        choice: Json = {"index": 0, "finish_reason": completed.finish, "logprobs": logprobs}
+        return choice | ({"token_ids": completed.ids} if self.request.return_token_ids else {})
+
+    def _with_prompt(self, answer: Json) -> Json:
+        """vLLM puts the prompt's ids beside a chat's choices, and into a completion's choice."""
+        if self.request.return_token_ids:
+            (answer if self._chat else answer["choices"][0])["prompt_token_ids"] = self.prompt
+        return answer
+
+    def _usage(self, completed: Completed) -> Json:
+        read, sampled = len(self.prompt), len(completed.ids)
+        return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+
+
+def _logprobs(sampled: list[tuple[str, float]], chat: bool) -> Json:
+    if chat:
+        content = [
+            {"token": t, "logprob": p, "bytes": None if "\ufffd" in t else list(t.encode()), "top_logprobs": []}
+            for t, p in sampled
+        ]
+        return {"content": content, "refusal": None}
+    tokens = [token for token, _ in sampled]
+    offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
+    return {
+        "tokens": tokens, "token_logprobs": [p for _, p in sampled], "top_logprobs": None, "text_offset": offsets,
+    }  # fmt: skip

@@ -1,7 +1,7 @@
 """A recording gateway: any agent that speaks OpenAI's API, in front of any engine.
 
 An agent points its client at `/episodes/NAME/v1` and works as it always did; `POST /episodes/NAME/reward` ends the
-episode. What the model read and what it sampled is in the journal, as ids, before the answer ends.
+episode. The journal has the ids that the model read and sampled before the answer ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -28,11 +28,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from memopd.engine.protocol import Completion, LiveEngine
-from memopd.gateway.calls import Events, Flight, unless_gone
-from memopd.gateway.drift import History, Reply, chat_ids, drift, encode, reply_of
+from memopd.gateway.calls import EventStream, RunningCall, until_disconnect
+from memopd.gateway.drift import History, Reply, drift, reply_of
 from memopd.gateway.episodes import Ledger, Recorded
-from memopd.gateway.openai_api import Answer, ApiError, Asked, Json, asked, logprobs_of, number, text
-from memopd.gateway.text import Unfolding, visible
+from memopd.gateway.openai_api import (
+    ApiError,
+    ChatRequest,
+    Completed,
+    CompletionRequest,
+    GenerationRequest,
+    Json,
+    Outcome,
+    parse,
+)
+from memopd.gateway.text import StreamedText, visible_text
 from memopd.record.journal import JournalError
 from memopd.types import Call, StopReason
 
@@ -68,11 +77,11 @@ def create_app(
 
     @app.post("/episodes/{name}/v1/chat/completions")
     async def chat(name: str, request: Request) -> Response:
-        return await gateway.complete(name, request, chat=True)
+        return await gateway.complete(name, request, ChatRequest)
 
     @app.post("/episodes/{name}/v1/completions")
     async def completions(name: str, request: Request) -> Response:
-        return await gateway.complete(name, request, chat=False)
+        return await gateway.complete(name, request, CompletionRequest)
 
     @app.get("/episodes/{name}/v1/models")
     async def models(name: str, request: Request) -> Json:
@@ -115,7 +124,7 @@ class _Gateway:
     def __init__(self, engine: LiveEngine, ledger: Ledger, model: str, token: str | None, settle: float) -> None:
         self._engine, self._ledger, self._model, self._settle = engine, ledger, model, settle
         self._token = token
-        self._flights: dict[str, set[Flight]] = {}
+        self._running: dict[str, set[RunningCall]] = {}
         self._finishing: set[str] = set()
         self._finished = asyncio.Event()  # an episode waits to be written to the store
         self._compactor: asyncio.Task[None] | None = None
@@ -131,11 +140,11 @@ class _Gateway:
         self._compactor = asyncio.create_task(self._compact_forever())
 
     async def stop(self) -> None:
-        """Calls under way are recorded as aborted, finished episodes go to the store."""
-        for flight in (flights := [f for group in self._flights.values() for f in group]):
-            flight.hang_up()
-        if flights:  # an engine that does not answer keeps nobody waiting for long
-            await asyncio.wait([flight.task for flight in flights], timeout=10)
+        """Running calls are recorded as aborted, finished episodes go to the store."""
+        for call in (calls := [call for group in self._running.values() for call in group]):
+            call.cancel()
+        if calls:  # an engine that does not answer keeps nobody waiting for long
+            await asyncio.wait([call.task for call in calls], timeout=10)
         if self._compactor:
             self._compactor.cancel()
             await asyncio.wait([self._compactor])
@@ -180,7 +189,7 @@ class _Gateway:
 
     def health(self) -> Response:
         opened, finished = self._ledger.counts
-        running = sum(map(len, self._flights.values()))
+        running = sum(map(len, self._running.values()))
         state = {"model": self._model, "policy_version": self._engine.version}
         state |= {"open": opened, "finished": finished, "running": running}
         if broken := self._ledger.broken:
@@ -197,7 +206,7 @@ class _Gateway:
             "finished": reward is not None,
             "reward": reward,
             "stored": reward is not None and not recorded,  # from then on the store knows about its calls
-            "running": len(self._flights.get(name, ())),
+            "running": len(self._running.get(name, ())),
             "calls": len(recorded),
             "aborted": sum(r.call.stop is StopReason.ABORTED for r in recorded),
             "prompt_tokens": sum(len(r.call.prompt) for r in recorded),
@@ -207,128 +216,115 @@ class _Gateway:
 
     async def reward(self, name: str, request: Request) -> Json:
         self.admit(request, name)
-        reward, task = _outcome(await _json(request))
+        outcome = parse(Outcome, await _json(request))
         self._check_journal()
         if name in self._finishing:
             raise ApiError(409, "episode_finished", f"episode {name!r} is being finished")
         known = self._ledger.reward(name)
         if known is None:
-            await self._finish(name, reward, task)
-        elif known != reward:
+            await self._finish(name, outcome)
+        elif known != outcome.reward:
             raise ApiError(409, "episode_finished", f"episode {name!r} is finished already, with reward {known}")
-        return {"episode": name, "finished": True, "reward": reward}  # again, for a client that asks again
+        return {"episode": name, "finished": True, "reward": outcome.reward}  # again, for a client that asks again
 
-    async def _finish(self, name: str, reward: float, task: str | None) -> None:
+    async def _finish(self, name: str, outcome: Outcome) -> None:
         self._finishing.add(name)  # no new calls
         try:
-            while flights := self._flights.get(name):
-                await asyncio.wait([flight.task for flight in flights])
+            while calls := self._running.get(name):
+                await asyncio.wait([call.task for call in calls])
             if not self._ledger.calls(name):
                 raise _no_episode(name)
-            await self._durable(self._ledger.finish(name, reward, task))
+            await self._durable(self._ledger.finish(name, outcome.reward, outcome.task))
             self._finished.set()
         finally:
             self._finishing.discard(name)
 
-    async def complete(self, name: str, request: Request, chat: bool) -> Response:
+    async def complete(self, name: str, request: Request, shape: type[GenerationRequest]) -> Response:
         self.admit(request, name)
-        question = asked(await _json(request), chat)
-        self.check_model(question.model)
+        asked = parse(shape, await _json(request))
+        self.check_model(asked.model)
         self._check_journal()
         if self._ledger.reward(name) is not None or name in self._finishing:
             raise ApiError(409, "episode_finished", f"episode {name!r} is finished: its reward has come")
-        flight = self._take_off(name, question)
-        if not await unless_gone(request, flight.something() if question.stream else asyncio.wait([flight.task])):
-            flight.hang_up()
+        call = self._start_call(name, asked)
+        if not await until_disconnect(request, call.first_token() if asked.stream else asyncio.wait([call.task])):
+            call.cancel()
             return Response(status_code=499)  # to nobody
-        headers = _drift_header(flight.history)
-        if flight.task.done() and flight.task.exception():
-            await flight.task  # raises
-        if question.stream:
-            return Events(flight, self._stream(flight, request), headers)
-        completion = await flight.task
+        headers = _drift_header(call.history)
+        if call.task.done() and call.task.exception():
+            await call.task  # raises
+        if asked.stream:
+            return EventStream(call, self._stream(call, request), headers)
+        completion = await call.task
         if completion.stop is StopReason.ABORTED:
-            raise _engine_stopped(flight)
-        return JSONResponse(self._answer(flight).body(*self._said(flight, completion)), headers=headers)
+            raise _engine_stopped(call)
+        return JSONResponse(call.answer().body(self._completed(call, completion)), headers=headers)
 
     # One call
 
-    def _take_off(self, name: str, question: Asked) -> Flight:
-        flight = Flight(name, self._ledger.number(), question)
-        group = self._flights.setdefault(name, set())
-        group.add(flight)
+    def _start_call(self, name: str, asked: GenerationRequest) -> RunningCall:
+        call = RunningCall(name, self._ledger.number(), asked)
+        group = self._running.setdefault(name, set())
+        group.add(call)
 
-        def landed(_: object) -> None:
-            group.discard(flight)
-            if not group and self._flights.get(name) is group:
-                del self._flights[name]
+        def remove(_: object) -> None:
+            group.discard(call)
+            if not group and self._running.get(name) is group:
+                del self._running[name]
 
-        flight.begin(self._fly(flight))
-        flight.task.add_done_callback(landed)
-        return flight
+        call.start(self._run_call(call))
+        call.task.add_done_callback(remove)
+        return call
 
-    async def _fly(self, flight: Flight) -> Completion:
-        """Prompt to ids, ids to the engine, what it sampled to the journal."""
+    async def _run_call(self, call: RunningCall) -> Completion:
+        """Prompt to ids, ids to the engine, its completion to the journal."""
         loop = asyncio.get_running_loop()
-        earlier = self._ledger.calls(flight.episode)
-        flight.prompt, flight.history = await loop.run_in_executor(self._reader, self._read, flight.asked, earlier)
-        if flight.history.drifted:
+        earlier = self._ledger.calls(call.episode)
+        call.prompt, call.history = await loop.run_in_executor(self._reader, self._read, call.request, earlier)
+        if call.history.drifted:
             log.warning(
                 "%s: %d of %d earlier replies came back as other ids than were sampled, first at position %d",
-                flight.name, flight.history.drifted, flight.history.replies, flight.history.first,
+                call.name, call.history.drifted, call.history.replies, call.history.first,
             )  # fmt: skip
         try:
-            completion = await flight.submit(self._engine)
+            completion = await call.submit(self._engine)
         except ValueError as error:
             raise ApiError(400, "refused_by_engine", str(error)) from None
         except Exception as error:
-            flight.trouble = " ".join(f"{type(error).__name__}: {error}".split())
-            completion = Completion(np.asarray(flight.heard, np.int32), None, StopReason.ABORTED, self._engine.version)
-        if flight.hung_up:
-            log.warning("%s: the client hung up after %d tokens", flight.name, len(completion.tokens))
-            completion = Completion(
-                completion.tokens, completion.logprobs, StopReason.ABORTED, completion.policy_version
-            )
+            call.failure = " ".join(f"{type(error).__name__}: {error}".split())
+            completion = Completion(np.asarray(call.tokens, np.int32), None, StopReason.ABORTED, self._engine.version)
+        if call.cancelled:
+            log.warning("%s: the client hung up after %d tokens", call.name, len(completion.tokens))
+            completion = replace(completion, stop=StopReason.ABORTED)
         if len(completion.tokens):
-            await self._durable(self._ledger.add(self._recorded(flight, completion)))
+            await self._durable(self._ledger.add(self._recorded(call, completion)))
         return completion
 
-    def _read(self, question: Asked, earlier: list[Recorded]) -> tuple[list[int], History]:
+    def _read(self, asked: GenerationRequest, earlier: list[Recorded]) -> tuple[list[int], History]:
         """The prompt's ids, and what they hold of the replies before. Runs in the tokenizer's thread."""
         tokenizer = self._engine.tokenizer
         for r in earlier:
             if r not in self._replies:
                 self._replies[r] = reply_of(tokenizer, r.call.completion, r.shown)
         replies = [self._replies[r] for r in earlier]
-        if not question.chat:
-            prompt = question.prompt
-            ids = encode(tokenizer, prompt, special=True) if isinstance(prompt, str) else list(prompt)
-        elif getattr(tokenizer, "chat_template", None) is None:
-            raise ApiError(400, "no_chat_template", "this model has no chat template: use /v1/completions", "messages")
-        else:
-            try:
-                ids = chat_ids(tokenizer, question.messages, replies)
-            except Exception as error:  # templates raise what they like
-                message = f"the chat template refuses these messages: {error}"
-                raise ApiError(400, "chat_template", message, "messages") from None
+        ids = asked.prompt_ids(tokenizer, replies)
         if not ids:
             raise ApiError(400, "empty_prompt", "the prompt has no token", "prompt")
         return ids, drift(tokenizer, ids, replies)
 
-    def _recorded(self, flight: Flight, completion: Completion) -> Recorded:
-        question = flight.asked
-        call = Call(
-            np.asarray(flight.prompt, np.int32),
+    def _recorded(self, call: RunningCall, completion: Completion) -> Recorded:
+        recorded = Call(
+            np.asarray(call.prompt, np.int32),
             completion.tokens,
             completion.logprobs,
             completion.stop,
             policy_version=completion.policy_version,
-            name=flight.name,
+            name=call.name,
         )
-        shown = len(self._visible(flight, completion))
+        shown = len(self._visible(call, completion))
         return Recorded(
-            flight.episode, flight.number, call, question.sampling, question.seed,
-            flight.started, time.time(), shown, flight.history,
+            call.episode, call.number, recorded, call.sampling, call.request.seed,
+            call.started, time.time(), shown, call.history,
         )  # fmt: skip
 
     async def _durable(self, future: Any) -> None:
@@ -339,43 +335,38 @@ class _Gateway:
 
     # Its answer
 
-    def _answer(self, flight: Flight) -> Answer:
-        kind = "chatcmpl" if flight.asked.chat else "cmpl"
-        return Answer(f"{kind}-{flight.episode}-{flight.number}", flight.asked, flight.prompt)
+    def _visible(self, call: RunningCall, completion: Completion) -> str:
+        asked = call.request
+        return visible_text(self._engine.tokenizer, completion.tokens, asked.stop, asked.include_stop_str_in_output)
 
-    def _visible(self, flight: Flight, completion: Completion) -> str:
-        return visible(self._engine.tokenizer, completion.tokens, flight.asked.stop, flight.asked.keep_stop)
-
-    def _said(self, flight: Flight, completion: Completion) -> tuple[str, str, list[int], Json | None]:
-        """Text, finish reason, ids, log-probabilities."""
+    def _completed(self, call: RunningCall, completion: Completion) -> Completed:
         ids = completion.tokens.tolist()
         logprobs = None
-        if flight.asked.logprobs and completion.logprobs is not None:
+        if call.request.logprobs and completion.logprobs is not None:
             tokens = [self._engine.tokenizer.decode([id]) for id in ids]
-            logprobs = logprobs_of(tokens, completion.logprobs.tolist(), flight.asked.chat)
-        return self._visible(flight, completion), str(completion.stop), ids, logprobs
+            logprobs = list(zip(tokens, completion.logprobs.tolist(), strict=True))
+        return Completed(self._visible(call, completion), str(completion.stop), ids, logprobs)
 
-    async def _stream(self, flight: Flight, request: Request) -> AsyncIterator[str]:
+    async def _stream(self, call: RunningCall, request: Request) -> AsyncIterator[str]:
         """Server-sent events. The last ones wait for the journal."""
-        answer = self._answer(flight)
-        question = flight.asked
-        unfolding = Unfolding(self._engine.tokenizer, question.stop, question.keep_stop)
+        asked, answer = call.request, call.answer()
+        text = StreamedText(self._engine.tokenizer, asked.stop, asked.include_stop_str_in_output)
         seen = 0
         try:
             yield _event(answer.opening())
-            while not flight.task.done():
-                flight.news.clear()
-                news = flight.heard[seen:]
-                seen += len(news)  # not all of `heard`: the engine's thread may have said more meanwhile
-                if piece := unfolding.feed(news):
+            while not call.task.done():
+                call.progress.clear()
+                new = call.tokens[seen:]
+                seen += len(new)  # not all of `tokens`: the engine's thread may have added some meanwhile
+                if piece := text.feed(new):
                     yield _event(answer.chunk(piece))
-                if len(flight.heard) == seen and not flight.task.done():
-                    await flight.news.wait()
-            completion = await flight.task
+                if len(call.tokens) == seen and not call.task.done():
+                    await call.progress.wait()
+            completion = await call.task
             if completion.stop is StopReason.ABORTED:
-                raise _engine_stopped(flight)
-            whole, finish, ids, logprobs = self._said(flight, completion)
-            for chunk in answer.closing(unfolding.end(whole), finish, ids, logprobs):
+                raise _engine_stopped(call)
+            completed = self._completed(call, completion)
+            for chunk in answer.closing(text.end(completed.text), completed):
                 yield _event(chunk)
             yield "data: [DONE]\n\n"
         except ApiError as error:  # too late for a status
@@ -391,9 +382,9 @@ def _no_episode(name: str) -> ApiError:
     return ApiError(404, "no_such_episode", f"episode {name!r} has no recorded call")
 
 
-def _engine_stopped(flight: Flight) -> ApiError:
+def _engine_stopped(call: RunningCall) -> ApiError:
     message = "the engine stopped before the end; what it sampled is recorded as aborted"
-    return ApiError(503, "engine_stopped", message, cause=flight.trouble)
+    return ApiError(503, "engine_stopped", message, cause=call.failure)
 
 
 def _drift_header(history: History) -> dict[str, str]:
@@ -424,10 +415,3 @@ async def _json(request: Request) -> object:
     except (ValueError, RecursionError):
         raise ApiError(400, "invalid_json", "the body is not JSON") from None
     return body
-
-
-def _outcome(body: object) -> tuple[float, str | None]:
-    if not isinstance(body, dict) or not body.keys() <= {"reward", "task"}:
-        raise ApiError(400, "invalid_request", 'the body must be like {"reward": 1.0}, and may have a "task"')
-    reward = number("reward", body.get("reward"))
-    return reward, None if body.get("task") is None else text("task", body["task"])

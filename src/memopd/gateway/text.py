@@ -1,4 +1,4 @@
-"""What a client sees of sampled ids: text up to the stop string, whole or as it comes. The ids stay as they are."""
+"""The text of sampled ids that a client sees: up to the stop string, whole or as it comes. The ids stay as they are."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from memopd.types import Ids
 
 
-def visible(tokenizer: Any, ids: Ids, stops: Sequence[str], keep_stop: bool = False) -> str:
+def visible_text(tokenizer: Any, ids: Ids, stops: Sequence[str], keep_stop: bool = False) -> str:
     """The text without special tokens, up to the stop string, or past it with `keep_stop`."""
-    text = _words(tokenizer, ids.tolist())
+    text = _decoded(tokenizer, ids.tolist())
     end = _end(text, stops, keep_stop)
     return text if end is None else text[:end]
 
 
-class Unfolding:
-    """Text from ids as they come: nothing is shown that a later id could take back."""
+class StreamedText:
+    """Text from ids as they come. It gives out no text that a later id could still change."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], keep_stop: bool = False) -> None:
         self._tokenizer, self._stops, self._keep_stop = tokenizer, stops, keep_stop
@@ -30,8 +30,8 @@ class Unfolding:
         """The text that these ids make certain."""
         for id in ids:
             self._ids.append(id)
-            before = _words(self._tokenizer, self._ids[: self._whole])
-            now = _words(self._tokenizer, self._ids)
+            before = _decoded(self._tokenizer, self._ids[: self._whole])
+            now = _decoded(self._tokenizer, self._ids)
             # Half a character decodes to the replacement character; decoding from an earlier place keeps the spaces
             # that some tokenizers drop at the beginning of a text.
             if len(now) > len(before) and not now.endswith("\ufffd"):
@@ -51,12 +51,12 @@ class Unfolding:
         self._stopped = end is not None
         if end is None:
             end = len(self._text) - _pending(self._text, self._stops)
-        news = self._text[self._shown : end]
+        new = self._text[self._shown : end]
         self._shown = max(self._shown, end)
-        return news
+        return new
 
 
-def _words(tokenizer: Any, ids: list[int]) -> str:
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) if ids else ""
 
 

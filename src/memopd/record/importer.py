@@ -1,37 +1,49 @@
-"""Calls recorded by other programs: JSON lines, one call a line, to episodes.
+"""Calls that other programs recorded, to episodes: JSON lines of calls, or a format of your own.
 
     {"episode": "e0", "prompt": [5, 6, 7], "completion": [8, 9], "logprobs": [-0.1, -2.3]}
     {"episode": "e0", "prompt": [5, 8, 9, 3], "completion": [2], "episode_reward": 1}
 
-A line has the store's columns, of which only `episode`, `prompt` and `completion` must be there, or the names that
-vLLM and trainers emit for them. Nothing is guessed: what is not understood is an error that names the line.
+A line has the store's columns, or the names that vLLM and trainers use for them. Only `episode`, `prompt` and
+`completion` must be there. Nothing is guessed: a field that is not understood is an error that names the line.
+
+Your own format is one function from a file's path to episodes: `memopd import FILE --format my_module:read`.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
+import pyarrow as pa
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    create_model,
+)
 
-from memopd.record.store import Row, StoreError, assemble
+from memopd import schema
+from memopd.files import json_lines
+from memopd.names import resolve
+from memopd.record.store import SCHEMA, Row, StoreError, assemble
 from memopd.types import Episode
 
-_ALIASES = {
-    "prompt_token_ids": "prompt",
-    "prompt_ids": "prompt",
-    "token_ids": "completion",
-    "completion_ids": "completion",
-    "completion_token_ids": "completion",
-    "response_ids": "completion",
-    "log_probs": "logprobs",
-    "response_logprobs": "logprobs",
-    "finish_reason": "stop",
+Importer: TypeAlias = Callable[[Path], Iterable[Episode]]
+
+ALIASES = {
+    "prompt": ("prompt_token_ids", "prompt_ids"),
+    "completion": ("token_ids", "completion_ids", "completion_token_ids", "response_ids"),
+    "logprobs": ("log_probs", "response_logprobs"),
+    "stop": ("finish_reason",),
 }
+REQUIRED = ("episode", "prompt", "completion")
 _STOPS = {
     "stop": "stop",
     "tool_calls": "stop",  # of chat servers: the model stopped by itself
@@ -40,46 +52,6 @@ _STOPS = {
     "aborted": "aborted",
     "abort": "aborted",  # vLLM's word
 }
-
-# The exact types of a JSON value that each field takes: to isinstance, true would be an integer.
-_NULL = type(None)
-_NAMES = {
-    str: "a string",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    _NULL: "null",
-}
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "episode": (str, int),
-    "task": (str, int),
-    "call": (int,),
-    "prompt": (list,),
-    "completion": (list,),
-    "logprobs": (list, _NULL),
-    "stop": (str, _NULL),
-    "reward": (float, int),
-    "trainable": (bool,),
-    "purpose": (str,),
-    "policy_version": (int,),
-    "segments": (list,),
-    "episode_reward": (float, int),
-    "temperature": (float, int),
-    "top_p": (float, int),
-    "top_k": (int,),
-    "max_tokens": (int, _NULL),
-    "seed": (int, _NULL),
-    "started": (float, int, _NULL),
-    "ended": (float, int, _NULL),
-    "memory": (str,),
-}
-_ARRAYS: list[tuple[str, tuple[type, ...], type[Any]]] = [
-    ("prompt", (int,), np.int64),
-    ("completion", (int,), np.int64),
-    ("logprobs", (float, int), np.float64),
-]
-_SEGMENT: dict[str, tuple[type, ...]] = {"kind": (str,), "start": (int,), "stop": (int,), "source": (int, _NULL)}
 
 
 def import_calls(path: str | Path) -> Iterator[Episode]:
@@ -90,105 +62,121 @@ def import_calls(path: str | Path) -> Iterator[Episode]:
     return assemble(path, _rows(path))
 
 
+IMPORTERS: dict[str, Importer] = {"calls": import_calls}
+
+
+def import_episodes(path: str | Path, format: str = "calls") -> Iterator[Episode]:
+    """The episodes of a file, in a format of ours or in yours: `module:name`, a function from a path to episodes."""
+    read: Importer = resolve("--format", format, IMPORTERS)
+    return import_calls(path) if read is import_calls else _own(read, Path(path), format)
+
+
+def _own(read: Importer, path: Path, format: str) -> Iterator[Episode]:
+    """What a user's function gives, checked; its ValueErrors name the file."""
+    try:
+        episodes = read(path)
+        if not isinstance(episodes, Iterable):
+            raise ValueError(f"must return episodes, got {type(episodes).__name__}")
+        for number, episode in enumerate(episodes):
+            if not isinstance(episode, Episode):
+                raise ValueError(f"result {number} must be an Episode, got {type(episode).__name__}")
+            yield episode
+    except ValueError as error:
+        raise ValueError(f"{path}: --format: {format!r}: {error}") from error
+
+
+def _array(types: set[type], kind: str, dtype: type[Any]) -> PlainValidator:
+    """A flat list of numbers as an array. NumPy checks it: a model that visits every id is slow for long prompts."""
+
+    def array(values: Any) -> Any:
+        if type(values) is not list:
+            raise ValueError(f"must be a list, got {schema.short(values)}")
+        if not set(map(type, values)) <= types:  # isinstance would take true for an integer
+            at, wrong = next((i, v) for i, v in enumerate(values) if type(v) not in types)
+            raise ValueError(f"must be a list of {kind}, got {schema.short(wrong)} at {at}")
+        try:
+            return np.array(values, dtype)
+        except OverflowError:
+            raise ValueError(f"{schema.short(max(values, key=abs))} is too large") from None
+
+    return PlainValidator(array)
+
+
+def _stop(value: Any) -> Any:
+    if isinstance(value, str) and value not in _STOPS:
+        raise ValueError(f"must be one of {', '.join(_STOPS)}, got {value!r}")
+    return _STOPS[value] if isinstance(value, str) else value
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class SegmentFields(_Fields):
+    kind: str
+    start: int
+    stop: int
+    source: int | None = None
+
+
+# The store declares a call's fields: their names, their types, and whether null says something. A line has the same.
+_BY_NAME: dict[str, Any] = {
+    **dict.fromkeys(("episode", "task"), Annotated[str, BeforeValidator(lambda v: str(v) if type(v) is int else v)]),
+    "prompt": Annotated[Any, _array({int}, "whole numbers", np.int64)],
+    "completion": Annotated[Any, _array({int}, "whole numbers", np.int64)],
+    "logprobs": Annotated[Any, _array({int, float}, "numbers", np.float64)],
+    "stop": Annotated[str, BeforeValidator(_stop)],
+    "segments": Annotated[list[SegmentFields], FailFast()],
+}
+_BY_TYPE = {pa.string(): str, pa.int32(): int, pa.int64(): int, pa.float64(): float, pa.bool_(): bool}
+
+
+def _field(column: Any) -> tuple[Any, Any]:
+    kind = _BY_NAME.get(column.name) or _BY_TYPE[column.type]
+    names = AliasChoices(column.name, *ALIASES.get(column.name, ()))
+    default = ... if column.name in REQUIRED else None  # of a field that is left out; the types know the rest
+    return kind | None if column.nullable else kind, Field(default, validation_alias=names)
+
+
+_COLUMNS: dict[str, Any] = {column.name: _field(column) for column in SCHEMA}
+CallFields = create_model("CallFields", __base__=_Fields, **_COLUMNS)
+
+
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     before, t = None, 0
-    for number, line in _lines(path):
+    for number, given in _lines(path):
         where = f"{path}: line {number}"
-        try:
-            given = json.loads(line, object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
-            raise StoreError(f"{where}: not a line of JSON: {error}") from None
-        if not isinstance(given, dict) or type(given.get("episode")) not in _FIELDS["episode"]:
-            raise StoreError(f"{where}: must be a JSON object with an episode, a string or an integer")
+        if type(given.get("episode")) not in (str, int):
+            raise StoreError(f"{where}: must be a JSON object with an episode, a string or a whole number")
         id = str(given["episode"])
         before, t = id, t + 1 if id == before else 0
         try:
-            row = _row(given)
-        except ValueError as error:
-            raise StoreError(f"{where}: episode {id!r}: call {t}: {error}") from None
+            line = CallFields.model_validate(given)
+        except ValidationError as error:
+            raise StoreError(f"{where}: episode {id!r}: call {t}: {_message(error, given)}") from None
+        row = {name: value for name in line.model_fields_set if (value := getattr(line, name)) is not None}
+        if "segments" in row:
+            row["segments"] = [segment.model_dump() for segment in row["segments"]]
         yield f"line {number}", row
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line that is not blank, with its number from 1."""
-    number = 0
+def _lines(path: Path) -> Iterator[tuple[int, Row]]:
     try:
-        with _open(path) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise StoreError(f"{path}: line {number + 1}: cannot be read: {error}") from None
+        yield from json_lines(path)
+    except ValueError as error:
+        raise StoreError(str(error)) from None
 
 
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig")
-    return path.open(encoding="utf-8-sig")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Row:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} is given twice")
-    return row
-
-
-def _row(given: Row) -> Row:
-    """The line under the store's names, its values of the types that the store's rows have."""
-    names: dict[str, str] = {}
-    for name in given:
-        field = _ALIASES.get(name, name)
-        if field not in _FIELDS:
-            raise ValueError(f"{name}: unknown field; known are {', '.join((*_FIELDS, *_ALIASES))}")
-        if field in names:
-            raise ValueError(f"{field}: given twice, as {names[field]} and as {name}")
-        names[field] = name
-    row = {field: _checked(field, given[name], _FIELDS[field]) for field, name in names.items()}
-    row = {field: value for field, value in row.items() if value is not None}  # null says nothing
-    for field, types, dtype in _ARRAYS:
-        if field in row:
-            row[field] = _array(field, row[field], types, dtype)
-        elif field != "logprobs":
-            raise ValueError(f"{field}: missing")
-    for field in {"episode", "task"} & row.keys():
-        row[field] = str(row[field])
-    if "stop" in row:
-        if row["stop"] not in _STOPS:
-            raise ValueError(f"stop: must be one of {', '.join(_STOPS)}, got {row['stop']!r}")
-        row["stop"] = _STOPS[row["stop"]]
-    if "segments" in row:
-        row["segments"] = [_segment(f"segments[{i}]", segment) for i, segment in enumerate(row["segments"])]
-    return row
-
-
-def _array(field: str, values: list[Any], types: tuple[type, ...], dtype: type[Any]) -> Any:
-    if not set(map(type, values)) <= set(types):  # in C, unlike the search for the culprit
-        values = [_checked(f"{field}[{i}]", value, types) for i, value in enumerate(values)]
-    try:
-        return np.array(values, dtype)
-    except OverflowError:
-        raise ValueError(f"{field}: {_short(max(values, key=abs))} is too large") from None
-
-
-def _segment(name: str, segment: Any) -> Row:
-    if type(segment) is not dict or not segment.keys() <= _SEGMENT.keys():
-        raise ValueError(f"{name}: must be an object with {', '.join(_SEGMENT)}, got {_short(segment)}")
-    return {field: _checked(f"{name}.{field}", segment.get(field), types) for field, types in _SEGMENT.items()}
-
-
-def _checked(name: str, value: Any, types: tuple[type, ...]) -> Any:
-    if type(value) not in types:
-        kinds = [_NAMES[t] for t in types if not (t is int and float in types)]
-        raise ValueError(f"{name}: must be {' or '.join(kinds)}, got {_short(value)}")
-    try:
-        return float(value) if type(value) is int and float in types else value
-    except OverflowError:
-        raise ValueError(f"{name}: {_short(value)} is too large") from None
-
-
-def _short(value: Any) -> str:
-    """The value as JSON, cut: nobody reads a thousand ids in an error."""
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def _message(error: ValidationError, given: Row) -> str:
+    """The first of pydantic's errors: the field under the store's name, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    where = first["loc"]
+    name = next((name for name, others in ALIASES.items() if where[0] in others), str(where[0]))
+    if first["type"] in schema.UNKNOWN:
+        if name in CallFields.model_fields and len(where) == 1:
+            used = next(n for n in (name, *ALIASES[name]) if n in given)
+            return f"{name}: given twice, as {used} and as {where[0]}"
+        model = CallFields if len(where) == 1 else SegmentFields
+        others = sum(ALIASES.values(), ()) if len(where) == 1 else ()
+        return f"{schema.place(where)}: unknown field; known are {', '.join((*model.model_fields, *others))}"
+    return f"{schema.place((name, *where[1:]))}: {schema.message(first)}"

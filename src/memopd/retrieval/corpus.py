@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
-from memopd.files import whole
+from memopd.files import json_object, lines, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,7 @@ class Corpus:
     def __iter__(self) -> Iterator[Passage]:
         self.skipped = 0
         seen: set[str] = set()
-        for number, line in enumerate(_lines(self.path), 1):
-            if not line.strip():
-                continue
+        for number, line in lines(self.path):
             try:
                 passage = _passage(line)
                 if passage.id in seen:
@@ -75,9 +73,9 @@ class Corpus:
     def __length_hint__(self) -> int:
         """About how many rows, from how far into the file the first thousand reach: progress bars ask."""
         with self.path.open("rb") as raw:
-            lines = gzip.GzipFile(fileobj=raw) if self.path.suffix == ".gz" else raw
+            file = gzip.GzipFile(fileobj=raw) if self.path.suffix == ".gz" else raw
             try:
-                rows = sum(1 for _ in islice(lines, 1000))
+                rows = sum(1 for _ in islice(file, 1000))
             except (EOFError, OSError, zlib.error):
                 return 0  # the pass over it will say what is wrong
             return rows * self.path.stat().st_size // max(raw.tell(), 1)
@@ -101,23 +99,8 @@ def write_corpus(path: Path, passages: Iterable[Passage]) -> int:
     return count
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as raw:
-        try:
-            yield from gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-        except (EOFError, gzip.BadGzipFile, zlib.error) as why:
-            raise ValueError(f"{path}: cut off or damaged ({why}); fetch it again") from None
-
-
 def _passage(line: bytes) -> Passage:
-    try:
-        row = json.loads(line)
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    except (ValueError, RecursionError) as why:
-        raise ValueError(f"not JSON ({why})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"must be a JSON object with id and contents, got {type(row).__name__}")
+    row = json_object(line)
     for name in ("id", "contents"):
         if name not in row:
             raise ValueError(f"{name}: missing")

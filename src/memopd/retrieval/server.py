@@ -4,7 +4,7 @@
                     {"result": [[{"document": {"id": "17", "contents": "\\"Title\\"\\ntext"}, "score": 1.0}, ...]]}
     GET /health     {"status": "ok"}
 
-What a client did wrong is answered with 4xx and {"detail": "one line that says what to do"}.
+A wrong request is answered with 4xx and {"detail": "one line that says what to do"}.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError
 
+from memopd import schema
 from memopd.retrieval.batcher import Batcher
 from memopd.retrieval.index import MAX_QUERY, Hit, Index
 
@@ -80,9 +81,9 @@ def _query(body: bytes) -> Query:
     try:
         return Query.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise HTTPException(422, f"{where}: {first['msg']}" if where else first["msg"]) from None
+        first = error.errors(include_url=False)[0]
+        where = schema.place(first["loc"]) or "the body"
+        raise HTTPException(422, f"{where}: {schema.message(first)}") from None
 
 
 def _check(queries: list[str], k: int, limits: Limits) -> None:

@@ -9,20 +9,18 @@ question texts, kinds, steps) stands in `extra_info`, so that what is written is
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from memopd.files import whole
+from memopd.files import json_object, lines, whole
 from memopd.tasks.task import Question, Step, Task
 
 Row: TypeAlias = dict[str, Any]
@@ -59,7 +57,8 @@ def read_tasks(path: str | Path, skip_bad: bool = False) -> list[Task]:
     source = source_of(path)
     for number, (place, given) in enumerate(_rows(path)):
         try:
-            task = _task(_row(given), number, source)
+            row = json_object(given) if isinstance(given, bytes) else given
+            task = _task(row, number, source)
             if task.id in places:
                 raise ValueError(f"task {task.id!r} stands on {places[task.id]} already; ids must differ")
         except ValueError as error:
@@ -148,23 +147,8 @@ def _rows(path: str | Path) -> Iterator[tuple[str, bytes | Row]]:
     if name.endswith(".parquet"):
         return _parquet_rows(path)
     if name.endswith((".jsonl", ".jsonl.gz")):
-        return _lines(path)
+        return ((f"line {number}", line) for number, line in lines(path))
     raise ValueError(f"{path}: must end in .jsonl, .jsonl.gz or .parquet (or be hub:org/dataset:split)")
-
-
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    number = 0
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"line {number}", line
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: line {number + 1}: cannot be read: {error}") from None
-
-
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -196,17 +180,6 @@ def _hub_name(path: str) -> tuple[str, str, str]:
         case [name, config, split] if name and config and split:
             return name, config, split
     raise ValueError(f"{path}: must be hub:org/dataset:split or hub:org/dataset:config:split")
-
-
-def _row(given: bytes | Row) -> Row:
-    if isinstance(given, bytes):
-        try:
-            given = json.loads(given.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not a line of JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError("must be a JSON object")
-    return given
 
 
 def _task(row: Row, number: int, source: str) -> Task:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from memopd.config import RunConfig, from_tables
-from memopd.files import whole
+from memopd.files import json_lines, whole
 from memopd.record import write_episodes
 from memopd.train import ranks
 from memopd.train.checkpoint import latest, read_state
@@ -120,15 +120,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     file = path / "metrics.jsonl"
     if not file.is_file():
         return []
-    lines = []
-    for text in file.read_text().splitlines(keepends=True):
-        if not text.endswith("\n"):
-            break
-        try:
-            lines.append(json.loads(text))
-        except ValueError as error:
-            raise ValueError(f"{file}: line {len(lines) + 1} is damaged ({error}): remove it") from None
-    return lines
+    return [line for _, line in json_lines(file, finished=True)]
 
 
 def _cut_back(path: Path, first: int) -> None:

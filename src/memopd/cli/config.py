@@ -1,0 +1,48 @@
+"""`memopd config`, and how every command takes a configuration: a TOML file, and any of its fields as an option."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+CONFIG_HELP = "TOML; any field can be given as --section.field value."
+ANY_FIELD = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=ANY_FIELD)
+def config(
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a configuration.")] = False,
+) -> None:
+    """Check a configuration and print it with all defaults, as JSON; or print the schema, for editors."""
+    from memopd.config import json_schema, load_config
+
+    if schema == (file is not None):
+        raise ValueError("give a CONFIG to check and print, or --schema alone")
+    if file is None:
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    else:
+        print(load_config(file, overrides(context.args)).as_json(), end="")
+
+
+def overrides(arguments: list[str], short: dict[str, str | None] | None = None) -> dict[str, str]:
+    """`--optimise.lr 1e-5` or `--optimise.lr=1e-5`; `short` are fields that have an option of their own."""
+    found = {name: value for name, value in (short or {}).items() if value is not None}
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or "." not in name:
+            raise ValueError(f"{argument!r}: no such option; settings are given as --section.field value")
+        if not equals:
+            try:
+                value = next(rest)
+            except StopIteration:
+                raise ValueError(f"{argument}: a value must follow") from None
+        found[name] = value
+    return found
