@@ -1,8 +1,11 @@
 """Hand-worked costs and scores of episodes."""
 
+from dataclasses import replace
+
 import pytest
 
-from memopd.evaluate import Measures, measure, measure_all
+from memopd.agent import Outcome
+from memopd.evaluate import Measures, measure, measure_all, measure_outcomes
 from memopd.evaluate.metrics import dependency, peak, peak_without_q, seconds
 from memopd.tasks import Question, Task
 from memopd.types import Call, Episode, Segment
@@ -80,6 +83,24 @@ def test_gradings_differ():
 def test_an_answer_before_the_last_call_does_not_count():
     got = measure(episode(call("q", "<answer>Oskel; 1871</answer>"), call("q", "and so on")), TASK, decode)
     assert (got.em, got.f1, got.valid) == (0, 0, False)
+
+
+def test_a_note_costs_but_is_no_turn():
+    """The memory's own calls, the last of them after the answer: only what they cost counts."""
+    answer = call("q" * 5, "<answer>Oskel; 1871</answer>", q=5)  # 5 + 28
+    note = replace(call("n" * 90, "a note"), purpose="note")
+    got = measure(episode(note, answer, note), TASK, decode)
+    assert (got.em, got.calls, got.peak, got.peak_without_q) == (2, 1, 33, 28)
+    assert got.dependency == 28 * (5 + 14) + 2 * 6 * (90 + 3)
+    named = measure(episode(note, replace(answer, purpose="answer")), TASK, decode)  # every call has a purpose: all act
+    assert (named.em, named.calls, named.peak) == (2, 2, 96)
+
+
+def test_an_environments_own_grades():
+    got = measure_outcomes([(episode(call("q", "no tags")), Outcome(7.0, em=0.5, f1=0.75))], [TASK])
+    assert [(m.em, m.f1, m.valid, m.calls) for m in got] == [(0.5, 0.75, True, 1)]
+    with pytest.raises(ValueError, match="1 of 1 tasks have no episode"):
+        measure_outcomes([], [TASK])
 
 
 def test_an_episode_is_measured_against_its_own_task():

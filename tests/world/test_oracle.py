@@ -119,15 +119,11 @@ def test_the_oracle_answers_a_memory_that_asks_and_goes_on(small):
             return [Piece(note.ids, "memory", note.call), *super().context(turns)]
 
     pairs = list(repeat(tasks(small.world, 2, "dev")[:8]))
-    plain, noting = (
-        {
-            e.id: e
-            for e in Agent(
-                Oracle(pairs, small.tokenizer), SearchEnvironment(small.index), memory, small.tokenizer
-            ).play(pairs)
-        }
-        for memory in (Mem1(), Noting())
-    )
+    runs = []
+    for memory in (Mem1(), Noting()):
+        agent = Agent(Oracle(pairs, small.tokenizer), SearchEnvironment(small.index), memory, small.tokenizer)
+        runs.append({e.id: e for e in agent.play(pairs)})
+    plain, noting = runs
     for id, episode in noting.items():
         assert episode.reward == 2.0
         assert [c.completion.tolist() for c in episode.actions] == [c.completion.tolist() for c in plain[id].calls]
