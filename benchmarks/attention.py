@@ -14,6 +14,7 @@ from memopd.attention.cascade import CascadePlan, nodes_of
 from memopd.attention.dense import DensePlan
 from memopd.attention.flex import FlexPlan
 from memopd.compile import Packed, compile_calls
+from memopd.models.attention import Layer
 from memopd.types import Call
 
 DENSE_UP_TO = 16_384  # rows; beyond, one mask alone takes gigabytes
@@ -81,7 +82,7 @@ def run_attention(
             plan: Any = plan_of()
 
             def step(plan: Any = plan) -> None:
-                out = plan.attend(q, k, v, dim**-0.5, None, None, None)
+                out = plan.attend(q, k, v, Layer(dim**-0.5))
                 torch.autograd.grad(out, (q, k, v), g)
 
             m = measure(step, repeats)

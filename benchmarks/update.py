@@ -15,10 +15,11 @@ import torch
 
 from benchmarks.shapes import episodes_of, random_model
 from memopd.config import ModelConfig, OptimiseConfig, RunConfig, TeacherConfig
+from memopd.models.load import critic_from
 from memopd.train import ranks
 from memopd.train.batch import MiniBatch, compile_batches
 from memopd.train.learner import Learner, adamw
-from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, critic_from, lent, prepare, teacher_head
+from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, prepare, teacher_head
 from memopd.train.scoring import Guide, Scored, exact_states, policy_scores, values
 from memopd.train.terms import make_terms
 from memopd.train.update import update_actor, update_critic
@@ -108,7 +109,7 @@ def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
         return Stage(name, time.perf_counter() - begin, peak)
 
     def on_device(root: Any, work: Callable[[], Any]) -> Any:
-        with lent(root, learner.device):
+        with on_device(root, learner.device):
             return work()
 
     yield stage("score π_old", lambda: policy_scores(learner.student, batch, temperature))

@@ -76,8 +76,8 @@ def evaluate(plan: Plan) -> None:
 
     from benchmarks.timing import machine
     from memopd.engine.local import LocalEngine
+    from memopd.models.load import load_causal_lm, load_tokenizer
     from memopd.retrieval import open_index
-    from memopd.train.models import load_causal_lm, load_tokenizer
 
     s = plan.settings
     todo = [part for part in plan.parts if not is_made(plan, part)]

@@ -52,7 +52,7 @@ class Subject:
 
     @cached_property
     def teacher(self) -> Any:
-        from memopd.score.tokenizers import check_same_tokenizer
+        from memopd.models.load import check_same_tokenizer
 
         if not self.settings.teacher:
             raise ValueError("teacher: this experiment needs one; name a model folder in its configuration")
@@ -62,7 +62,7 @@ class Subject:
     def _load(self, path: str) -> Any:
         import torch
 
-        from memopd.train.models import load_causal_lm
+        from memopd.models.load import load_causal_lm
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return load_causal_lm(path, getattr(torch, self.settings.dtype)).to(device).eval()
@@ -72,9 +72,9 @@ class Subject:
         from memopd.agent.memory import memory_rule
         from memopd.agent.rollout import codec_of, repeat, rollout
         from memopd.engine.local import LocalEngine
+        from memopd.models.load import load_tokenizer
         from memopd.retrieval import open_index
         from memopd.tasks.files import read_tasks
-        from memopd.train.models import load_tokenizer
         from memopd.types import Sampling
 
         s, tokenizer = self.settings, load_tokenizer(self.settings.model)

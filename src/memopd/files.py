@@ -34,11 +34,3 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.rename(path)
     finally:
         rmtree(temporary, ignore_errors=True)
-
-
-def check_model_folder(path: str) -> None:
-    """Refuses a folder without a model; leaves to the hub what can be a name there: one slash, no leading dot."""
-    first, *rest = path.split("/")
-    local = Path(path).exists() or path.startswith((".", "/")) or len(rest) > 1 or bool(rest and Path(first).is_dir())
-    if local and not Path(path, "config.json").is_file():
-        raise ValueError(f"{path}: there is no model here (no config.json)")

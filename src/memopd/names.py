@@ -13,7 +13,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -40,6 +40,13 @@ def build(setting: str, name: str, part: Callable[..., Any], offered: Mapping[st
     >>> build("tasks.memory", "m:Rule", lambda codec, size=2: (codec, size), {"codec": "utf-8", "index": None})
     ('utf-8', 2)
     """
+    named = check_parameters(setting, name, part, offered)
+    return part(**{parameter: offered[parameter] for parameter in named})
+
+
+def check_parameters(setting: str, name: str, part: Callable[..., Any], offered: Iterable[str]) -> list[str]:
+    """Which of what is `offered` the part asks for; an error where it asks for more. Calls nothing."""
+    offered = list(offered)
     wanted = inspect.signature(part).parameters.values()
     named = [p for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if unknown := [p.name for p in named if p.default is p.empty and p.name not in offered]:
@@ -47,7 +54,7 @@ def build(setting: str, name: str, part: Callable[..., Any], offered: Mapping[st
             f"{setting}: {name!r} asks for {', '.join(unknown)}; it can have {', '.join(offered) or 'nothing'}: "
             "rename the parameter, or give it a default"
         )
-    return part(**{p.name: offered[p.name] for p in named if p.name in offered})
+    return [p.name for p in named if p.name in offered]
 
 
 def _imported(setting: str, name: str, module: str, attribute: str) -> Any:

@@ -60,7 +60,7 @@ class Scripted:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return [self.submit(request).completion.result() for request in requests]
 
-    def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
+    def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
         self.requests.append(request)
         said = self._say(request)
         ids = [*encode(said), self.tokenizer.eos_token_id] if isinstance(said, str) else list(said)
@@ -73,14 +73,14 @@ class Scripted:
 
         def run() -> None:
             try:
-                future.set_result(self._run(request, ids, heard or (lambda id: None), stopped))
+                future.set_result(self._run(request, ids, on_token or (lambda id: None), stopped))
             except Exception as error:
                 future.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
         return Ticket(future, cancel)
 
-    def _run(self, request: Request, ids: list[int], heard: Callable[[int], None], stopped: Any) -> Completion:
+    def _run(self, request: Request, ids: list[int], on_token: Callable[[int], None], stopped: Any) -> Completion:
         sampled: list[int] = []
         reason = StopReason.STOP
         for id in ids:
@@ -92,7 +92,7 @@ class Scripted:
             if id < 0:
                 raise RuntimeError("the engine broke")
             sampled.append(id)
-            heard(id)
+            on_token(id)
             if any(stop in self.tokenizer.decode(sampled) for stop in request.stop):
                 break
             if len(sampled) == request.sampling.max_tokens:

@@ -150,7 +150,7 @@ def test_tokenizers_must_mean_the_same(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from memopd.score.tokenizers import check_same_tokenizer
+    from memopd.models.load import check_same_tokenizer
 
     for name, words in (("a", ["x", "y"]), ("b", ["y", "x"]), ("c", ["x", "y"])):
         tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="x"))

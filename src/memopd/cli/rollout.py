@@ -199,15 +199,14 @@ class Run:
             raise ValueError("give --model, or --policy for a scripted one")
         if policy and not tokenizer:
             raise ValueError("--policy needs --tokenizer: a folder that has one")
-        from transformers import AutoTokenizer
-
         from memopd.agent.environment import SearchEnvironment
         from memopd.agent.memory import memory_rule
         from memopd.agent.rollout import codec_of
+        from memopd.models.load import load_tokenizer
         from memopd.retrieval import open_index
 
         self.pairs = pairs
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or model, trust_remote_code=False)
+        self.tokenizer = load_tokenizer(str(tokenizer or model))
         self.memory = memory_rule(memory, codec_of(self.tokenizer))
         self.rule = memory
         self.environment = SearchEnvironment(open_index(index), topk, query=self.memory.query)

@@ -12,16 +12,14 @@ from torch import Tensor
 
 from memopd.config import RunConfig
 from memopd.files import whole_folder
+from memopd.models.load import check_same_tokenizer, critic_from, load_causal_lm
 from memopd.score import Head
-from memopd.score.tokenizers import check_same_tokenizer
 from memopd.train import checkpoint, ranks
 from memopd.train.models import (
     PolicyRoot,
     Root,
     StatesRoot,
     ValueRoot,
-    critic_from,
-    load_causal_lm,
     master_dtype,
     prepare,
     teacher_head,

@@ -83,7 +83,7 @@ def total(value: Tensor) -> Tensor:
 
 
 def deal(work: Sequence[Work], me: int | None = None, of: int | None = None) -> list[tuple[Work, bool]]:
-    """This rank's packs, by row count, each with whether it counts.
+    """This rank's packs, by row count, each with whether it is real.
 
     Sharded models run in step: a rank that has fewer packs than another runs its smallest again, for nothing.
     """

@@ -14,7 +14,7 @@ from memopd.score import Head
 from memopd.train import ranks
 from memopd.train.batch import Bools, Ints, MiniBatch, parts_of
 from memopd.train.learner import Learner
-from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, lent
+from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, on_device
 from memopd.types import Ids
 
 
@@ -46,7 +46,7 @@ def score_batches(
     old = [policy_scores(learner.student, b, temperature) for b in batches]
     ref, value = old, [torch.zeros_like(o) for o in old]
     if learner.reference is not None:
-        with lent(learner.reference, learner.device):
+        with on_device(learner.reference, learner.device):
             ref = [policy_scores(learner.reference, b, temperature) for b in batches]
     if learner.critic is not None:
         value = [values(learner.critic, b) for b in batches]
@@ -54,7 +54,7 @@ def score_batches(
     guides: list[Guide | None] = [None] * len(batches)
     if learner.teacher is not None and learner.head is not None:
         states = exact_states if teacher.state == "aligned" else persistent_states
-        with lent(learner.teacher, learner.device):
+        with on_device(learner.teacher, learner.device):
             guides = [
                 Guide(
                     learner.head,
@@ -83,10 +83,10 @@ def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
     """What `run` gives for every decision, wherever its pack was computed. [D], in host memory, on every rank."""
     found: list[Tensor] = []
     place: list[Ints] = []
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         values = run(work.packed)  # stays on the device: the host goes on to the next pack, and waits once, at the end
-        found.append(values if counts else values[:0])
-        place.append(work.place if counts else work.place[:0])
+        found.append(values if is_real else values[:0])
+        place.append(work.place if is_real else work.place[:0])
     out = torch.zeros(len(batch), dtype=found[0].dtype)
     out[torch.as_tensor(np.concatenate(place))] = torch.cat(found).cpu()
     return ranks.total(out)
@@ -96,9 +96,9 @@ def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
 def exact_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
     """MemOPD: the teacher in the states that the student was in, for this rank's packs."""
     found = {}
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         states = root(work.packed)
-        if counts:
+        if is_real:
             found[int(work.place[0])] = states
     return found
 
@@ -109,7 +109,7 @@ def persistent_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
 
     One history serves all packs that hold calls of its episode, so each rank runs the episodes that its packs need.
     """
-    mine = [work for work, counts in ranks.deal(batch.work) if counts]
+    mine = [work for work, is_real in ranks.deal(batch.work) if is_real]
     needed = sorted({int(e) for work in mine for e in batch.episode[work.place]})
     histories = batch.persistent(needed)
     idle = max(ranks.gather(len(histories))) - len(histories)

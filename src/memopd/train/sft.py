@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from memopd.agent.rollout import codec_of
+from memopd.attention import check_attention
 from memopd.config import RunConfig, SftConfig
+from memopd.models.load import load_causal_lm, load_tokenizer
 from memopd.record import read_episodes
 from memopd.tasks.grading import answers_of
 from memopd.train import checkpoint, ranks
@@ -26,7 +28,7 @@ from memopd.train.batch import MiniBatch, mini_batch, path_length
 from memopd.train.diagnostics import dev_quality, say, warn_left_out
 from memopd.train.learner import adamw, export_model, trained_tensors
 from memopd.train.log import open_run
-from memopd.train.models import PolicyRoot, load_causal_lm, load_tokenizer, master_dtype, prepare
+from memopd.train.models import PolicyRoot, master_dtype, prepare
 from memopd.train.scoring import policy_scores
 from memopd.train.source import Sampler
 from memopd.train.update import backward, clipped_step, learning_rate, set_learning_rate
@@ -53,6 +55,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
     steps = s.tokens // s.batch
     if not s.start or not s.episodes or not steps:
         raise ValueError("sft needs sft.start (a model or a config.json), sft.episodes, and sft.tokens above sft.batch")
+    check_attention(config.model.attention)
     with ranks.joined() as device, ExitStack() as open_now:
         run = open_run(output, config, resume)
         tokenizer = load_tokenizer(s.tokenizer or s.start)
@@ -95,11 +98,11 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
 def imitate(root: PolicyRoot, optimiser: torch.optim.Optimizer, batch: MiniBatch, max_norm: float) -> dict[str, float]:
     """−mean log p of the recorded responses, over the global batch."""
     D, total = len(batch), torch.zeros((), dtype=torch.float64, device=next(root.parameters()).device)
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         logp, *_ = root(work.packed, 1.0)
         loss = -logp.sum()
-        backward(loss / D, counts)
-        total += loss.detach() * counts  # read once, at the end: reading makes the host wait
+        backward(loss / D, is_real)
+        total += loss.detach() * is_real  # read once, at the end: reading makes the host wait
     loss_sum = float(ranks.total(total))
     return {"loss": loss_sum / D, "grad_norm": clipped_step(root, optimiser, max_norm, loss_sum, "the")}
 

@@ -66,9 +66,9 @@ def update_actor(
     mask = guide.mask.to(device) if guide is not None else is_thought
     # Sums stay on the device until the last pack is on its way: reading one would make the host wait for it.
     sums, ratio_error = torch.zeros(7, dtype=torch.float64, device=device), torch.zeros((), device=device)
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         place = torch.as_tensor(work.place, device=device)
-        theirs = (guide.head, guide.states[int(work.place[0])]) if guide is not None and D_T and counts else ()
+        theirs = (guide.head, guide.states[int(work.place[0])]) if guide is not None and D_T and is_real else ()
         logp, entropy, *divergence = root(work.packed, temperature, *theirs)
         old, advantage = known_old[place].to(logp), known_advantage[place].to(logp)
         ppo, H, kl = policy_loss(logp, old, advantage, config.clip), entropy_bonus(entropy), torch.zeros_like(logp)
@@ -77,8 +77,8 @@ def update_actor(
             kl = divergence[0]
             opd = distillation_loss(kl, mask[place])
             loss = loss + weight * opd / D_T
-        backward(loss, counts)
-        if not counts:
+        backward(loss, is_real)
+        if not is_real:
             continue
         with torch.no_grad():
             if keep and guide is not None and guide.divergence is not None:
@@ -113,20 +113,20 @@ def update_critic(
     D, device = len(batch), next(root.parameters()).device
     known_old, known_target = terms.value_old.to(device), terms.target.to(device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for work, counts in ranks.deal(batch.work):
+    for work, is_real in ranks.deal(batch.work):
         place = torch.as_tensor(work.place, device=device)
         value = root(work.packed)
         loss = value_loss(value, known_old[place].to(value), known_target[place].to(value), config.value_clip)
-        backward(loss / D, counts)
-        total += loss.detach() * counts
+        backward(loss / D, is_real)
+        total += loss.detach() * is_real
     loss_sum = float(ranks.total(total))
     norm = clipped_step(root, optimiser, config.max_grad_norm, loss_sum, "the critic's")
     return {"loss_value": loss_sum / D, "critic_grad_norm": norm}
 
 
-def backward(loss: torch.Tensor, counts: bool) -> None:
+def backward(loss: torch.Tensor, is_real: bool) -> None:
     """FSDP averages over ranks: sums over the global count are scaled up by their number. A filler counts nothing."""
-    (loss * (ranks.world() if counts else 0)).backward()
+    (loss * (ranks.world() if is_real else 0)).backward()
 
 
 def clipped_step(root: Root, optimiser: torch.optim.Optimizer, max_norm: float, loss: float, whose: str) -> float:

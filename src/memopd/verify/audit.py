@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.attention import check_length, own_attention, sharing
 from memopd.compile import compile_calls, corrupt, persistent_history, response_mask, trajectory_mask
 from memopd.compile.controls import stable_prefix
+from memopd.models.attention import own_attention
+from memopd.models.support import check_length, sharing
 from memopd.score import Head, call_states, decision_states, head_of
 from memopd.types import Episode
 from memopd.verify.equivalence import (
