@@ -7,8 +7,8 @@ from calls import mem1_calls
 
 import memopd
 from memopd.engine import Request
-from memopd.engine.local import engine as local_module
 from memopd.engine.local import LocalEngine
+from memopd.engine.local import engine as local_module
 from memopd.engine.local.cache import Cache, Match, Slots
 from memopd.engine.local.sampler import Uniforms
 from memopd.score import head_of

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from memopd.engine import Request
-from memopd.engine.local import engine as local_module
 from memopd.engine.local import LocalEngine
+from memopd.engine.local import engine as local_module
 from memopd.engine.local.attention import Span, plain
 from memopd.models.attention import Layer
 from memopd.models.support import length_limit
