@@ -112,7 +112,7 @@ def train(folder, kernel, monkeypatch) -> dict[str, torch.Tensor]:
 def test_it_trains(folder, monkeypatch):
     (folder / "train.toml").write_text(
         f'[model]\nstudent = "{STUDENT}"\n[sampling]\nreplay = "{folder}/episodes.parquet"\n'
-        '[optimise]\nsteps = 1\ntasks = 4\nmini_batch = 4\nalgorithm = "grpo"\nreference = 0.0\nlr = 1e-3\nwarmup = 0.0\n'
+        '[optimise]\nsteps = 1\ntasks = 4\nmini_batch = 4\nalgorithm = "grpo"\nreference = 0.0\nlr = 1e-3\n'
         '[teacher]\nstate = "none"\n'
     )
     mine, start = train(folder, "own_kernel:Mine", monkeypatch), load_file(STUDENT / "model.safetensors")

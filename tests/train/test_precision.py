@@ -4,12 +4,12 @@ import pytest
 import torch
 import transformers
 from command import memopd
+from saved import read_whole
 from tiny import recorded, workshop
 
 from memopd.config import ModelConfig, load_config
 from memopd.train import ranks
 from memopd.train.batch import compile_batches
-from memopd.train.checkpoint import read_whole
 from memopd.train.learner import build
 from memopd.train.log import read_metrics
 from memopd.train.models import PolicyRoot, copy_weights, is_sharded, on_device, prepare, whole_copy

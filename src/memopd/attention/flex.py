@@ -57,9 +57,7 @@ class FlexPlan:
                 query,
                 key,
                 value,
-                score_mod=None
-                if layer.softcap is None
-                else _soft_cap(torch.tensor(layer.softcap, device=query.device)),
+                score_mod=cap,
                 block_mask=self.block_mask(window),
                 scale=layer.scale,
                 enable_gqa=query.shape[1] != key.shape[1],
