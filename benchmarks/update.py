@@ -108,17 +108,17 @@ def one_update(learner: Learner, batch: MiniBatch) -> Iterator[Stage]:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         return Stage(name, time.perf_counter() - begin, peak)
 
-    def on_device(root: Any, work: Callable[[], Any]) -> Any:
+    def frozen(root: Any, work: Callable[[], Any]) -> Any:
         with on_device(root, learner.device):
             return work()
 
     yield stage("score π_old", lambda: policy_scores(learner.student, batch, temperature))
     yield stage(
         "score π_ref",
-        lambda: on_device(learner.reference, lambda: policy_scores(learner.reference, batch, temperature)),
+        lambda: frozen(learner.reference, lambda: policy_scores(learner.reference, batch, temperature)),
     )
     yield stage("score V_φ", lambda: values(learner.critic, batch))
-    yield stage("score π_T", lambda: on_device(learner.teacher, lambda: exact_states(learner.teacher, batch)))
+    yield stage("score π_T", lambda: frozen(learner.teacher, lambda: exact_states(learner.teacher, batch)))
     old = found["score π_old"]
     scored = Scored(old, found["score π_ref"], found["score V_φ"], torch.ones(len(old), dtype=torch.bool).numpy())
     yield stage("advantages", lambda: make_terms([batch], [scored], o)[0][0])

@@ -59,12 +59,12 @@ def audit(
 
     recorded = [e for store in episodes or () for e in track("reading", read_episodes(store))]
     from memopd.verify.audit import audit as run_audit
-    from memopd.verify.tables import print_audit
+    from memopd.verify.audit import print_audit
 
     if demo:
         import torch
 
-        from memopd.verify.demo import demo as make_demo
+        from memopd.verify.families import demo as make_demo
 
         policy, recorded = make_demo()
         policy = policy.to(device(), getattr(torch, dtype))

@@ -149,7 +149,7 @@ class VllmEngine:
             server = await self._fleet.acquire()
             try:
                 return self._completion(server, await self._ask(server, payload, delivered, on_token))
-            except _Departed:
+            except _Diverged:
                 return self._aborted(delivered)
             except Lost as error:
                 self._fleet.lost(server, error)
@@ -340,7 +340,7 @@ class VllmEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-class _Departed(Exception):
+class _Diverged(Exception):
     """Sampled again elsewhere, a completion went another way than the tokens that were delivered."""
 
 
@@ -349,7 +349,7 @@ def _deliver(received: Received, new: list[int], delivered: Received, on_token: 
     for i, token in enumerate(new, len(received.tokens) - len(new)):
         if i < len(delivered.tokens):
             if token != delivered.tokens[i]:
-                raise _Departed
+                raise _Diverged
             continue
         delivered.tokens.append(token)
         delivered.logprobs.append(received.logprobs[i])
