@@ -19,7 +19,7 @@ from memopd.models.load import critic_from
 from memopd.train import ranks
 from memopd.train.batch import MiniBatch, compile_batches
 from memopd.train.learner import Learner, adamw
-from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, prepare, teacher_head
+from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, on_device, prepare, teacher_head
 from memopd.train.scoring import Guide, Scored, exact_states, policy_scores, values
 from memopd.train.terms import make_terms
 from memopd.train.update import update_actor, update_critic

@@ -96,7 +96,7 @@ def test_a_name_without_a_kernel_is_one_line_before_a_model_is_loaded(verb, name
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("memopd: ")]
     assert code == 2
     assert len(lines) == 1
-    assert lines[0].startswith(f"memopd: model.attention: {name!r}")
+    assert lines[0].startswith(f"memopd: {'--attention' if verb == 'audit' else 'model.attention'}: {name!r}")
     assert NAMES[name] in lines[0]
 
 

@@ -27,11 +27,11 @@ _SETTING = "model.attention"
 _OFFERED = ("packed", "device", "dtype", "config", "windowed")  # what a kernel may ask for
 
 
-def check_attention(attention: str) -> None:
-    """Refuse a name that is no kernel, in one line, before any model is loaded."""
-    kernel = _kernel(attention)
+def check_attention(attention: str, setting: str = _SETTING) -> None:
+    """Refuse a name that is no kernel, in one line, before any model is loaded. `setting` is where you wrote it."""
+    kernel = _kernel(attention, setting)
     if kernel is not None:
-        check_parameters(_SETTING, attention, kernel, _OFFERED)
+        check_parameters(setting, attention, kernel, _OFFERED)
 
 
 def make_plan(packed: Packed, attention: str, model: Any) -> Scheme:
@@ -47,9 +47,9 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Scheme:
     return plan
 
 
-def _kernel(attention: str) -> Any:
+def _kernel(attention: str, setting: str = _SETTING) -> Any:
     """The class of a name; None for "auto"."""
-    return resolve(_SETTING, attention, {"auto": None, **KERNELS}, ("attend",))
+    return resolve(setting, attention, {"auto": None, **KERNELS}, ("attend",))
 
 
 CPU_CASCADE_FROM = 512  # rows; below it one dense mask is faster on a CPU (`python -m benchmarks attention`)

@@ -55,7 +55,7 @@ def audit(
     from memopd.attention import check_attention
     from memopd.record import read_episodes
 
-    check_attention(attention)
+    check_attention(attention, "--attention")
 
     recorded = [e for store in episodes or () for e in track("reading", read_episodes(store))]
     from memopd.verify.audit import audit as run_audit
