@@ -60,7 +60,7 @@ def _write(file: Path, group: dict[str, Tensor]) -> None:
     starts = {key: str(_start(value)) for key, value in group.items()}
     try:
         save_file({key: _local(value).cpu().contiguous() for key, value in group.items()}, file, starts)
-    except SafetensorError as error:  # which hides what the system said, a full disk for one
+    except SafetensorError as error:  # it hides the system's own error, such as a full disk
         shutil.rmtree(file.parent, ignore_errors=True)
         raise OSError(f"{file}: cannot be written ({error}); the last checkpoint is intact") from None
     sync(file)
@@ -72,7 +72,7 @@ def latest(run: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `save` was given as state, after checking that every file is there in full."""
+    """The content of state.json, after checking that every file is there in full."""
     try:
         state = dict(json.loads((folder / "state.json").read_text()))
     except (OSError, json.JSONDecodeError) as error:
@@ -160,7 +160,7 @@ def _start(value: Tensor) -> int:
 
 
 def _steps(folder: Path, up_to: int) -> list[Path]:
-    """Checkpoints, oldest first; what lies after `up_to` is of a life of this run that was given up."""
+    """Checkpoints up to a step, oldest first. Later ones were written before this run was resumed further back."""
     return [f for f in sorted(folder.glob("step-*")) if int(f.name.removeprefix("step-")) <= up_to]
 
 

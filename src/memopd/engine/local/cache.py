@@ -71,7 +71,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a prompt lies in the cache already."""
+    """Which part of a prompt is in the cache already."""
 
     slot: int
     ready: int  # tokens of the prompt whose rows can be copied from `slot`

@@ -58,7 +58,7 @@ class _Sequence:
 class LocalEngine:
     """Samples from `model`, at most `slots` sequences at once of at most `max_length` tokens, prompt included.
 
-    The model may be a trainer's: it is used as it lies, and its attention and its modes are as they were whenever no
+    The model may be a trainer's: it is not copied, and its attention and its modes are as they were whenever no
     request is open. Change its weights between batches, then set `version`; or use `updating` or `update` at any time.
     """
 
@@ -261,7 +261,7 @@ class LocalEngine:
         return bool(self._waiting) and not self._paused
 
     def _notice_new_weights(self) -> None:
-        """Should somebody have trained the model and not said so: old keys and values must not serve new weights."""
+        """Drop old keys and values if the weights changed without `version`: they must not serve new weights."""
         weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()]
         if weights != self._weights:
             self._weights = weights
