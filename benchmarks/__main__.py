@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memopd.cli.options import Attention, Json, Precision, device, load_model, numbers, out, plain, run, track
+from memopd.cli.options import Json, Precision, device, load_model, numbers, out, plain, run, track
 
 app = typer.Typer(
     help="Measure: every claim about speed has a command here.",
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+ATTENTIONS = ("auto", "dense", "flex", "cascade")
 Plot = Annotated[Path | None, typer.Option(help="Also draw, to this file.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions; the median counts.")]
 
@@ -196,7 +197,7 @@ def bench_rce(
 
     chosen(model, "model shape", MODELS)
     precisions, named = chosen(dtypes, "precision", list(Precision)), chosen(shapes, "shape", NAMES)
-    kernels = chosen(attentions, "attention", list(Attention))
+    kernels = chosen(attentions, "attention", ATTENTIONS)
 
     import torch
 

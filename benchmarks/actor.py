@@ -16,9 +16,11 @@ import torch._dynamo
 
 from benchmarks.shapes import independent, merged_rows
 from benchmarks.timing import Measured, measure
-from memopd.attention.plan import NAME, make_plan
+from memopd.attention import make_plan
 from memopd.compile import Packed, compile_calls
-from memopd.score import backbone, head_of, vocabulary_scores
+from memopd.models.attention import NAME
+from memopd.models.load import backbone
+from memopd.score import head_of, vocabulary_scores
 from memopd.types import Episode
 
 
@@ -146,7 +148,7 @@ def _arm(model: Any, packed: Packed, kernel: str, device: torch.device) -> tuple
 
         def step() -> None:
             states = backbone(model)(
-                input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_plan=plan
+                input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_scheme=plan
             ).last_hidden_state[0]
             _backward(model, states[row], token)
 

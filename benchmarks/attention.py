@@ -14,6 +14,7 @@ from memopd.attention.cascade import CascadePlan, nodes_of
 from memopd.attention.dense import DensePlan
 from memopd.attention.flex import FlexPlan
 from memopd.compile import Packed, compile_calls
+from memopd.models.attention import Layer
 from memopd.types import Call
 
 DENSE_UP_TO = 16_384  # rows; beyond, one mask alone takes gigabytes
@@ -44,16 +45,15 @@ def trie_of(rows: int, depth: int, leaves: int, seed: int = 0) -> Packed:
     prefixes = [rng.integers(0, 1000, size)]
     for _ in range(depth - 1):
         prefixes = [np.concatenate([p, [i], rng.integers(0, 1000, size - 1)]) for p in prefixes for i in range(fan)]
-    return compile_calls([Call(p, [0]) for p in prefixes])
+    return compile_calls([Call(p, np.zeros(1, np.int32)) for p in prefixes])
 
 
 def thin_trie(rows: int, leaves: int, seed: int = 0) -> Packed:
     """Many short calls under one long prefix: three quarters of the rows are shared by all."""
     rng = np.random.default_rng(seed)
     prefix, size = rng.integers(0, 1000, 3 * rows // 4), max(1, rows // 4 // leaves)
-    return compile_calls(
-        [Call(np.concatenate([prefix, [i], rng.integers(0, 1000, size - 1)]), [0]) for i in range(leaves)]
-    )
+    prompts = [np.concatenate([prefix, [i], rng.integers(0, 1000, size - 1)]) for i in range(leaves)]
+    return compile_calls([Call(p, np.zeros(1, np.int32)) for p in prompts])
 
 
 def run_attention(
@@ -81,7 +81,7 @@ def run_attention(
             plan: Any = plan_of()
 
             def step(plan: Any = plan) -> None:
-                out = plan.attend(q, k, v, dim**-0.5, None, None, None)
+                out = plan.attend(q, k, v, Layer(dim**-0.5))
                 torch.autograd.grad(out, (q, k, v), g)
 
             m = measure(step, repeats)

@@ -15,12 +15,13 @@ import torch
 
 from benchmarks.shapes import episodes_of, random_model
 from memopd.config import ModelConfig, OptimiseConfig, RunConfig, TeacherConfig
+from memopd.models.load import critic_from
 from memopd.score import reverse_kl
 from memopd.train import ranks
 from memopd.train.algorithms import algorithm_of
 from memopd.train.batch import MiniBatch, compile_batches
 from memopd.train.learner import Learner, adamw
-from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, critic_from, lent, prepare, teacher_head
+from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, on_device, prepare, teacher_head
 from memopd.train.scoring import Guide, Scored, exact_states, policy_scores, values
 from memopd.train.terms import make_terms
 from memopd.train.update import update_actor, update_critic
@@ -109,17 +110,17 @@ def one_update(learner: Any, batch: MiniBatch) -> Iterator[Stage]:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         return Stage(name, time.perf_counter() - begin, peak)
 
-    def on_device(root: Any, work: Callable[[], Any]) -> Any:
-        with lent(root, learner.device):
+    def frozen(root: Any, work: Callable[[], Any]) -> Any:
+        with on_device(root, learner.device):
             return work()
 
     yield stage("score π_old", lambda: policy_scores(learner.student, batch, temperature))
     yield stage(
         "score π_ref",
-        lambda: on_device(learner.reference, lambda: policy_scores(learner.reference, batch, temperature)),
+        lambda: frozen(learner.reference, lambda: policy_scores(learner.reference, batch, temperature)),
     )
     yield stage("score V_φ", lambda: values(learner.critic, batch))
-    yield stage("score π_T", lambda: on_device(learner.teacher, lambda: exact_states(learner.teacher, batch)))
+    yield stage("score π_T", lambda: frozen(learner.teacher, lambda: exact_states(learner.teacher, batch)))
     old = found["score π_old"]
     scored = Scored(old, found["score π_ref"], found["score V_φ"], torch.ones(len(old), dtype=torch.bool).numpy())
     yield stage("advantages", lambda: make_terms([batch], [scored], learner.algorithm)[0][0])

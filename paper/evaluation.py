@@ -76,8 +76,8 @@ def evaluate(plan: Plan) -> None:
 
     from benchmarks.timing import machine
     from memopd.engine.local import LocalEngine
+    from memopd.models.load import load_causal_lm, load_tokenizer
     from memopd.retrieval import open_index
-    from memopd.train.models import load_causal_lm, load_tokenizer
 
     s = plan.settings
     todo = [part for part in plan.parts if not is_made(plan, part)]
@@ -112,7 +112,8 @@ def _measure(part: Part, s: Evaluation, engine: Any, tokenizer: Any, index: Any)
     from memopd.types import Sampling
 
     tasks = read_tasks(part.tasks)[: s.limit or None]
-    environment, memory = build_parts(TasksConfig(memory=part.memory, grading=s.grading), tokenizer, index)
+    settings = TasksConfig(memory=part.memory, grading=s.grading)  # type: ignore[arg-type]  # which checks it
+    environment, memory = build_parts(settings, tokenizer, index)
     sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
     agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, part.memory)
     return measure_outcomes(agent.graded(repeat(tasks, s.samples), part.seed), tasks)

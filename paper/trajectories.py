@@ -65,7 +65,7 @@ class Subject:
 
     @cached_property
     def teacher(self) -> Any:
-        from memopd.score.tokenizers import check_same_tokenizer
+        from memopd.models.load import check_same_tokenizer
 
         if not self.settings.teacher:
             raise ValueError("teacher: this experiment needs one; name a model folder in its configuration")
@@ -75,7 +75,7 @@ class Subject:
     def _load(self, path: str) -> Any:
         import torch
 
-        from memopd.train.models import load_causal_lm
+        from memopd.models.load import load_causal_lm
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return load_causal_lm(path, getattr(torch, self.settings.dtype)).to(device).eval()
@@ -85,8 +85,8 @@ class Subject:
         from memopd.agent.parts import build_parts
         from memopd.config import TasksConfig
         from memopd.engine.local import LocalEngine
+        from memopd.models.load import load_tokenizer
         from memopd.tasks.files import read_tasks
-        from memopd.train.models import load_tokenizer
         from memopd.types import Sampling
 
         s, tokenizer = self.settings, load_tokenizer(self.settings.model)

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +68,36 @@ def test_a_file_of_lines_that_is_cut_off(tmp_path):
     path.write_bytes(gzip.compress(b'{"a": 1}\n' * 3)[:-4])
     with pytest.raises(ValueError, match=r"x\.jsonl\.gz: line 4: cannot be read: .* cut off or damaged"):
         list(json_lines(path))
+
+
+def test_a_durable_file_is_synced_before_it_has_its_name_and_its_folder_after(tmp_path, monkeypatch):
+    path, seen, fsync = tmp_path / "x.txt", [], os.fsync
+
+    def recorded(handle):
+        seen.append((Path(os.readlink(f"/proc/self/fd/{handle}")), path.exists()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    with whole(path) as partial:
+        partial.write_text("not durable")
+    assert seen == []
+    path.unlink()
+    with whole(path, durable=True) as partial:
+        partial.write_text("durable")
+    (file, before), (folder, after) = seen
+    assert (file.parent, before) == (tmp_path, False)
+    assert (folder, after) == (tmp_path, True)
+
+
+def test_a_disk_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.txt"
+    path.write_text("old")
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"), whole(path, durable=True) as partial:
+        partial.write_text("new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from memopd.agent.protocol import information, user_message
-from memopd.train.models import load_tokenizer
+from memopd.models.load import load_tokenizer
 from memopd.world.encyclopedia import make_world, tasks
 
 MODELS = Path(__file__).parents[1] / "models"

@@ -55,15 +55,6 @@ def test_an_error_names_the_call_and_the_field(case):
     assert str(raised.value).startswith(f"call 3 of Alice's: {message}")
 
 
-@pytest.mark.parametrize("case", BAD_CALLS)
-def test_an_episode_adds_its_id_and_the_place_of_the_call(case):
-    wrong, message = BAD_CALLS[case]
-    good = {"prompt": [5, 6], "completion": [7, 8]}
-    with pytest.raises(ValueError, match=r"^episode 'e7': call 1: ") as raised:
-        Episode.of("e7", "task", [good, {**good, **wrong}])
-    assert str(raised.value).startswith(f"episode 'e7': call 1: {message}")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -178,12 +169,6 @@ def test_equality_is_by_value():
 def test_every_field_counts_in_equality(change):
     fields = {"prompt": [5, 6], "completion": [7], "logprobs": [-1.0]}
     assert Call(**fields) != Call(**{**fields, **change})
-
-
-def test_episode_of_passes_the_rest_on():
-    episode = Episode.of("e", "t", [{"prompt": [1], "completion": [2]}], reward=0.5, seed=3, memory="mem1")
-    assert episode == Episode("e", "t", (Call([1], [2]),), reward=0.5, seed=3, memory="mem1")
-    assert (episode.sampling, episode.started, episode.ended) == (Sampling(), None, None)
 
 
 def test_the_examples_of_the_module():

@@ -1,9 +1,10 @@
-"""Files that appear whole or not at all, and JSON lines."""
+"""Files that appear whole or not at all and are on the disk when they must be, and JSON lines."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +15,20 @@ from uuid import uuid4
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; it takes the real name when the block ends well."""
+def whole(path: Path, durable: bool = False) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; it takes the real name when the block ends well.
+
+    With `durable`, the file and its name are on the disk when this returns.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{uuid4().hex}{path.suffix}")
     try:
         yield temporary
+        if durable:
+            sync(temporary)
         temporary.replace(path)
+        if durable:
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -38,6 +46,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.rename(path)
     finally:
         rmtree(temporary, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk: only then they survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def json_lines(path: Path, *, finished: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -88,11 +105,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{max(names, key=names.count)!r} is given twice")
     return value
-
-
-def check_model_folder(path: str) -> None:
-    """Refuses a folder without a model; leaves to the hub what can be a name there: one slash, no leading dot."""
-    first, *rest = path.split("/")
-    local = Path(path).exists() or path.startswith((".", "/")) or len(rest) > 1 or bool(rest and Path(first).is_dir())
-    if local and not Path(path, "config.json").is_file():
-        raise ValueError(f"{path}: there is no model here (no config.json)")

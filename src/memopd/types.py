@@ -12,10 +12,10 @@ checked where they enter, so the rest of the code may trust them. Only NumPy is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,8 +160,7 @@ class Episode:
         if not self.calls:
             raise ValueError(f"episode {self.id!r}: calls: must not be empty")
         if wrong := [c for c in self.calls if not isinstance(c, Call)]:
-            kind = type(wrong[0]).__name__
-            raise ValueError(f"episode {self.id!r}: calls: must be Call, got {kind} (Episode.of takes dictionaries)")
+            raise ValueError(f"episode {self.id!r}: calls: must be Call, got {type(wrong[0]).__name__}")
         if not _finite(self.reward):
             raise ValueError(f"episode {self.id!r}: reward: must be a finite number, got {self.reward!r}")
 
@@ -173,12 +172,6 @@ class Episode:
         2
         """
         return tuple(call for call in self.calls if not call.purpose) or self.calls  # every call has one: all act
-
-    @classmethod
-    def of(cls, id: str, task_id: str, calls: Iterable[dict[str, Any]], **rest: Any) -> Self:
-        """From plain dictionaries, so that an error names the episode, the call and the field."""
-        named = (Call(**call, name=f"episode {id!r}: call {t}") for t, call in enumerate(calls))
-        return cls(id, task_id, tuple(named), **rest)
 
 
 _CALL_FIELDS = [f.name for f in fields(Call) if f.name != "name"]

@@ -191,7 +191,7 @@ class NoteTaking:
         new = turns[-1]
         notes = [reply for turn in turns for reply in turn.replies]
         for n in range(len(turns) - 1):
-            notes.append((yield Ask(f"{text(new.observation)}/{n}?", "note", stop=(".",), **self.rest)))
+            notes += [(yield Ask(f"{text(new.observation)}/{n}?", "note", stop=(".",), **self.rest))]
         return [Piece(r.ids, "memory", r.call) for r in notes] + [Piece(new.observation, "observation", new.call)]
 
 

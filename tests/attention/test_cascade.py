@@ -10,6 +10,7 @@ from memopd.attention.cascade import CascadePlan, choose_layout, nodes_of
 from memopd.attention.copies import Copies
 from memopd.attention.dense import DensePlan
 from memopd.compile import Packed, compile_calls
+from memopd.models.attention import Layer
 from memopd.types import Call
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def attend(plan, packed, seed, sinks=False, window=None, dtype=torch.float64):
     T = len(packed)
     q, k, v = (randn(1, h, T, DIM).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
     leaves = [q, k, v] + ([randn(HEADS).requires_grad_()] if sinks else [])
-    out = plan.attend(q, k, v, SCALE, window, None, leaves[3] if sinks else None)
+    out = plan.attend(q, k, v, Layer(SCALE, window, sinks=leaves[3] if sinks else None))
     return [out.detach(), *torch.autograd.grad(out, leaves, randn(1, T, HEADS, DIM))]
 
 
@@ -112,7 +113,7 @@ def test_soft_caps_are_refused_with_the_alternative():
     packed = compile_calls([Call([1, 2], [3])])
     x = torch.randn(1, 2, 2, 8)
     with pytest.raises(ValueError, match="soft caps: use attention='flex' or 'dense'"):
-        CascadePlan(packed, CPU).attend(x, x, x, 1.0, None, 50.0, None)
+        CascadePlan(packed, CPU).attend(x, x, x, Layer(1.0, softcap=50.0))
 
 
 def test_lower_precisions_stay_near_float64():

@@ -1,34 +1,18 @@
-"""How a plan reaches the layers, and every way in which it could fail to."""
+"""Which kernel computes a pack, and a user's own among them."""
 
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from calls import mem1_calls, mixed_calls
+from calls import mem1_calls
 
-from memopd.attention import KERNELS, make_plan, plan, planned_attention
+from memopd.attention import KERNELS, check_attention, make_plan, plan
 from memopd.attention.dense import DensePlan, visible
 from memopd.compile import compile_calls
-from memopd.score import decision_states, head_of, states, vocabulary_scores
 from memopd.types import Call
-from memopd.verify import gradient_equivalence
-from memopd.verify.families import FAMILIES, tiny_model
-
-SHARED = [f for f in FAMILIES if not f.startswith(("qwen3-next", "mamba2", "bloom"))]
-
-
-def rows_of(packed) -> dict[str, torch.Tensor]:
-    ids, positions = (torch.as_tensor(x).long()[None] for x in (packed.tokens, packed.positions))
-    return {"input_ids": ids, "position_ids": positions, "use_cache": False}
-
-
-@pytest.fixture
-def memopd_llama():
-    model = tiny_model("llama")
-    model.set_attn_implementation(plan.NAME)
-    return model
+from memopd.verify import equivalence
+from memopd.verify.families import tiny_model
 
 
 @pytest.fixture
@@ -36,119 +20,55 @@ def packed():
     return compile_calls(mem1_calls(0))
 
 
-# ---- refusals -----------------------------------------------------------------------------------------------
+# ---- by name ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", SHARED)
-def test_no_plan(family, packed):
-    model = tiny_model(family)
-    model.set_attn_implementation(plan.NAME)
-    with pytest.raises(ValueError, match="no plan came with the call"):
-        model(**rows_of(packed))
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module that a user wrote."""
+    (tmp_path / "some_kernels.py").write_text(
+        "from memopd.attention.dense import DensePlan\n\n"
+        "class Mine(DensePlan):\n"
+        "    def __init__(self, packed, device, windowed, config, bias=0.0):\n"
+        "        super().__init__(packed, device)\n"
+        "        self.asked = windowed, config.hidden_size, bias\n\n"
+        "class Greedy(DensePlan):\n"
+        "    def __init__(self, packed, device, memory):\n"
+        "        super().__init__(packed, device)\n\n"
+        "class Blind:\n    pass\n\nNUMBER = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_generation_without_a_plan_is_refused_too(memopd_llama):
-    with pytest.raises(ValueError, match="no plan came with the call"):
-        memopd_llama.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+def test_a_class_of_your_own_gets_what_it_asks_for(own, packed):
+    made = make_plan(packed, "some_kernels:Mine", tiny_model("llama"))
+    assert made.asked == (False, 64, 0.0)
+    check_attention("some_kernels:Mine")
+    assert equivalence(tiny_model("llama"), mem1_calls(0), "some_kernels:Mine").passed
 
 
-@pytest.mark.parametrize("mask", ["bool", "float"])
-def test_a_mask(mask, memopd_llama, packed):
-    T = len(packed)
-    square = torch.ones(1, 1, T, T, dtype=torch.bool) if mask == "bool" else torch.zeros(1, 1, T, T)
-    with pytest.raises(ValueError, match="takes no attention_mask"):
-        memopd_llama(**rows_of(packed), attention_mask=square, memopd_plan=make_plan(packed, "dense", memopd_llama))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dnse", "'dnse' is not one of auto, dense, cascade, flex; your own is written module:name"),
+        ("some_kernels:Other", "module 'some_kernels' has no 'Other'"),
+        ("no_such_module:Mine", "No module named 'no_such_module'"),
+        ("some_kernels:NUMBER", "must be a class with attend, got int"),
+        ("some_kernels:Blind", "must be a class with attend; it has no attend"),
+        ("some_kernels:Greedy", "asks for memory; it can have packed, device, dtype, config, windowed"),
+    ],
+)
+def test_a_wrong_name_is_one_line_without_a_model(own, packed, name, message):
+    for refused in (lambda: check_attention(name), lambda: make_plan(packed, name, tiny_model("llama"))):
+        with pytest.raises(ValueError, match=r"model\.attention: ") as why:
+            refused()
+        assert message in str(why.value)
+        assert "\n" not in str(why.value)
 
 
-def test_dropout(packed, monkeypatch):
-    """The kernels' own refusal, for a model that keeps its dropout where nobody looks."""
-    monkeypatch.setattr(states, "check_dropout", lambda model: None)
-    config = FAMILIES["llama"]()
-    config.attention_dropout = 0.1
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    decision_states(model.eval(), packed, "dense")  # off in evaluation
-    with pytest.raises(ValueError, match="attention dropout must be 0"):
-        decision_states(model.train(), packed, "dense")
-    assert model.config._attn_implementation != plan.NAME  # put back on the way out
-
-
-def test_an_unknown_kernel_names_the_known_ones(packed):
-    with pytest.raises(ValueError, match=r"unknown attention 'dnse': choose from .*dense"):
-        make_plan(packed, "dnse", tiny_model("llama"))
-
-
-# ---- whose attention it is, before and after ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("before", ["sdpa", "eager"])
-def test_the_previous_attention_comes_back(before):
-    model = tiny_model("llama")
-    model.set_attn_implementation(before)
-    with planned_attention(model):
-        assert model.config._attn_implementation == plan.NAME
-        with planned_attention(model):
-            assert model.config._attn_implementation == plan.NAME
-        assert model.config._attn_implementation == plan.NAME
-    assert model.config._attn_implementation == before
-
-
-def test_it_comes_back_after_an_error():
-    model = tiny_model("llama")
-    before = model.config._attn_implementation
-    with pytest.raises(KeyError), planned_attention(model):
-        raise KeyError
-    assert model.config._attn_implementation == before
-
-
-def test_the_model_computes_as_usual_afterwards(packed):
-    model, ids = tiny_model("qwen3"), torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        expected = model(ids).logits
-        decision_states(model, packed, "dense")
-        assert torch.equal(model(ids).logits, expected)
-
-
-def test_gradient_checkpointing_keeps_ours_for_the_backward_pass(packed):
-    model = tiny_model("llama").train()
-    model.gradient_checkpointing_enable()
-    before = model.config._attn_implementation
-    with torch.no_grad(), planned_attention(model):
-        pass
-    assert model.config._attn_implementation == before  # nothing to run again
-    states = decision_states(model, packed, "dense")
-    assert model.config._attn_implementation == plan.NAME
-    states.sum().backward()
-    with pytest.raises(ValueError, match="no plan came with the call"):
-        model(**rows_of(packed))
-
-
-def gradients(family: str, checkpointing: bool) -> dict[str, torch.Tensor]:
-    model = tiny_model(family, dtype=torch.float64).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    packed, head = compile_calls(mixed_calls(1)), head_of(model)
-    states = decision_states(model, packed, "dense")
-    scores = vocabulary_scores(head, states, torch.as_tensor(packed.decisions.token).long())
-    scores.logprob.mean().backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("family", SHARED)
-def test_gradient_checkpointing_changes_no_gradient(family):
-    on, off = gradients(family, checkpointing=True), gradients(family, checkpointing=False)
-    assert on.keys() == off.keys()
-    scale = max(g.abs().max() for g in off.values())
-    for name, gradient in off.items():
-        assert (on[name] - gradient).abs().max() <= 1e-12 * scale, name
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2 (soft cap, mixed windows)", "gpt-oss (sinks, mixed windows)"])
-def test_checkpointed_gradients_are_those_of_the_calls_alone(family):
-    model = tiny_model(family, dtype=torch.float64).train()
-    model.gradient_checkpointing_enable()
-    report = gradient_equivalence(model, mem1_calls(3), "dense")
-    assert report.difference <= 1e-6
-    assert report.passed
+@pytest.mark.parametrize("name", ["auto", *KERNELS])
+def test_ours_have_names(name):
+    check_attention(name)
 
 
 # ---- which kernel -------------------------------------------------------------------------------------------
@@ -183,8 +103,8 @@ def test_auto_chooses_by_model_device_precision_and_rows(config, device, dtype, 
     assert why
 
 
-def test_auto_says_once_what_it_chose(packed, caplog, monkeypatch):
-    monkeypatch.setattr(plan, "_said", set())
+def test_auto_logs_once_what_it_chose(packed, caplog, monkeypatch):
+    monkeypatch.setattr(plan, "_logged", set())
     model = tiny_model("llama")
     with caplog.at_level(logging.INFO, "memopd"):
         assert isinstance(make_plan(packed, "auto", model), DensePlan)

@@ -7,11 +7,10 @@ from calls import mem1_calls
 
 import memopd
 from memopd.engine import Request
-from memopd.engine import local as local_module
 from memopd.engine.local import LocalEngine
-from memopd.engine.local.cache import Cache
+from memopd.engine.local import engine as local_module
+from memopd.engine.local.cache import Cache, Match, Slots
 from memopd.engine.local.sampler import Uniforms
-from memopd.engine.local.slots import Match, Slots
 from memopd.score import head_of
 from memopd.types import Call, Sampling, StopReason
 from memopd.verify.equivalence import alone_states, at_precision, sampled_tokens

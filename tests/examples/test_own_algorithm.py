@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from train.command import Ended, memopd
+from train.saved import read_whole
 from train.tiny import workshop
 
-from memopd.train.checkpoint import read_whole
 from memopd.train.log import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from train.command import Ended, memopd
+from train.saved import read_whole
 from train.tiny import workshop
 
-from memopd.train.checkpoint import read_whole
 from memopd.train.log import read_metrics
 from memopd.train.traces import read_traces
 

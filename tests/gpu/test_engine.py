@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from memopd.engine import Request
-from memopd.engine import local as local_module
 from memopd.engine.local import LocalEngine
-from memopd.engine.local.attention import Span, _plain
-from memopd.engine.local.fit import length_limit
+from memopd.engine.local import engine as local_module
+from memopd.engine.local.attention import Span, plain
+from memopd.models.attention import Layer
+from memopd.models.support import length_limit
 from memopd.score import head_of
 from memopd.types import Call, Sampling
 from memopd.verify.equivalence import MORE_PRECISE, alone_states, at_precision, sampled_tokens
@@ -68,9 +69,9 @@ def test_kernel(heads, kv, d, dtype):
         out = tiles_of(some, heads // kv, 300, CUDA).attend(query, keys, values, d**-0.5)
         for s in some:
             rows, past = slice(s.first, s.first + s.count), (keys[s.slot, : s.length], values[s.slot, : s.length])
-            rest = (s.position, d**-0.5, None, None, None)
-            exact = _plain(query[rows].double(), *(x.double() for x in past), *rest)
-            floor = (_plain(query[rows], *past, *rest).double() - exact).norm()
+            rest = (s.position, Layer(d**-0.5))
+            exact = plain(query[rows].double(), *(x.double() for x in past), *rest)
+            floor = (plain(query[rows], *past, *rest).double() - exact).norm()
             running = torch.finfo(torch.float32).eps * s.length**0.5 * exact.norm()
             assert (out[rows].double() - exact).norm() <= 2 * floor + running
 

@@ -7,6 +7,7 @@ from benchmarks.attention import thin_trie, trie_of
 from memopd.attention.cascade import CascadePlan
 from memopd.attention.dense import DensePlan
 from memopd.attention.flex import FlexPlan
+from memopd.models.attention import Layer
 from memopd.score import Head, Target, vocabulary_scores
 from memopd.score.vocabulary import reference_scores
 from memopd.verify import equivalence, gradient_equivalence
@@ -48,7 +49,7 @@ def test_attention(kernel, dtype, window, sinks, packed):
 
     def run(plan, precision):
         leaves = [x.to(precision).requires_grad_() for x in (q, k, v, sink)[: 4 if sinks else 3]]
-        out = plan.attend(*leaves[:3], DIM**-0.5, window, None, leaves[3] if sinks else None)
+        out = plan.attend(*leaves[:3], Layer(DIM**-0.5, window, sinks=leaves[3] if sinks else None))
         return [out.detach(), *torch.autograd.grad(out, leaves, g.to(precision))]
 
     exact = run(DensePlan(packed, CUDA), torch.float64)
@@ -63,7 +64,7 @@ def test_flex_compiles_once_for_packs_of_many_sizes():
     def run(rows):
         packed = trie_of(rows, 3, 9)
         q, k, v = (torch.randn(1, h, len(packed), 64, device=CUDA, dtype=torch.bfloat16) for h in (4, 2, 2))
-        FlexPlan(packed, CUDA).attend(q, k, v, 0.125, None, None, None)
+        FlexPlan(packed, CUDA).attend(q, k, v, Layer(0.125))
 
     torch._dynamo.reset()  # else the kernels of other tests would count
     torch._dynamo.utils.counters.clear()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.shapes import episodes_of, independent, random_model
-from memopd.attention import own_attention
 from memopd.compile import compile_calls
+from memopd.models.attention import own_attention
 from memopd.score import call_states, decision_states, head_of, vocabulary_scores
 
 MEMORY = 70 * 2**30  # float32 weights and three sets of gradients

@@ -7,9 +7,10 @@ import torch
 import transformers
 from calls import mem1_calls
 
-from memopd.attention.plan import NAME
 from memopd.compile import compile_calls
-from memopd.score import backbone, decision_states, head_of
+from memopd.models.attention import NAME
+from memopd.models.load import backbone
+from memopd.score import decision_states, head_of
 from memopd.score.head import Head
 from memopd.verify.families import FAMILIES, VOCABULARY, tiny_model
 

@@ -9,7 +9,8 @@ from calls import mem1_calls, mixed_calls
 
 from memopd.attention import plan
 from memopd.compile import compile_calls, fill
-from memopd.score import backbone, call_states, decision_states, packed_logprobs
+from memopd.models.load import backbone
+from memopd.score import call_states, decision_states, packed_logprobs
 from memopd.types import Call
 from memopd.verify.families import FAMILIES, tiny_model
 
@@ -68,7 +69,7 @@ def test_states_carry_gradients():
 @pytest.mark.parametrize("family", UNSHARED)
 @torch.no_grad()
 def test_running_unshared_is_said_once(family, caplog, monkeypatch):
-    monkeypatch.setattr(plan, "_said", set())
+    monkeypatch.setattr(plan, "_logged", set())
     packed = compile_calls(mem1_calls(0, calls=2))
     with caplog.at_level(logging.WARNING, "memopd"):
         for seed in range(2):
@@ -82,7 +83,7 @@ def test_running_unshared_is_said_once(family, caplog, monkeypatch):
 
 @torch.no_grad()
 def test_shared_models_say_nothing(caplog, monkeypatch):
-    monkeypatch.setattr(plan, "_said", set())
+    monkeypatch.setattr(plan, "_logged", set())
     with caplog.at_level(logging.WARNING, "memopd"):
         decision_states(tiny_model("llama"), compile_calls(mem1_calls(0, calls=2)), "dense")
     assert not [r for r in caplog.records if r.name == "memopd"]

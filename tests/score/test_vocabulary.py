@@ -144,21 +144,3 @@ def test_a_critic_of_several_labels_is_refused():
 def test_a_budget_bounds_and_an_over_long_call_is_named():
     with pytest.raises(ValueError, match="call 1 of 4 needs"):
         packed_logprobs(tiny_model("qwen3"), example_calls(), budget=40)
-
-
-def test_tokenizers_must_mean_the_same(tmp_path):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    from memopd.score.tokenizers import check_same_tokenizer
-
-    for name, words in (("a", ["x", "y"]), ("b", ["y", "x"]), ("c", ["x", "y"])):
-        tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="x"))
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / name)
-    a, b, c = (str(tmp_path / name) for name in "abc")
-    assert check_same_tokenizer(a, c)
-    assert not check_same_tokenizer(a, str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="different tokenizers") as error:
-        check_same_tokenizer(a, b)
-    assert a in str(error.value)
-    assert b in str(error.value)

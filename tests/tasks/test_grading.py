@@ -200,7 +200,7 @@ def test_rewards_of_the_users_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert reward_of("their_rewards:count")(TASK, ["a", "b", "c"]) == 5
     for name, message in {
-        "their_rewards:broken": "tasks.reward: 'their_rewards:broken' must return a finite number, got 'a lot' for task 't'",
+        "their_rewards:broken": "'their_rewards:broken' must return a finite number, got 'a lot' for task 't'",
         "their_rewards:infinite": "must return a finite number, got inf",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -1,16 +1,19 @@
 """Checkpoints: whole or not at all, for any number of ranks, and a model that transformers loads."""
 
+import json
+import os
 import shutil
 from contextlib import suppress
 
 import pytest
 import torch
 from command import on_ranks
+from saved import read_whole
 from tiny import workshop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memopd.train import checkpoint
-from memopd.train.checkpoint import latest, load, read_state, read_whole, save
+from memopd.train.checkpoint import latest, load, read_state, save
 
 NAMES = ("student", "student-optimiser", "critic", "critic-optimiser")
 
@@ -93,16 +96,14 @@ def test_only_so_many_are_kept(tmp_path):
     assert read_whole(latest(tmp_path), "student")["w"][0, 0] == 5
 
 
-OPERATIONS = ("shutil.rmtree", "save_file", "json.dumps", "_sync", "_steps")
+OPERATIONS = [(shutil, "rmtree"), (checkpoint, "save_file"), (json, "dumps"), (os, "fsync"), (checkpoint, "_steps")]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("nth", range(4))
-def test_broken_off_anywhere_the_last_one_is_intact(operation, nth, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), OPERATIONS, ids=[name for _, name in OPERATIONS])
+@pytest.mark.parametrize("nth", range(6))
+def test_broken_off_anywhere_the_last_one_is_intact(owner, name, nth, tmp_path, monkeypatch):
     """An interruption in place of the nth use of each thing that writes."""
     save(tmp_path, 1, tensors(1), keep=1)
-    owner, _, name = operation.rpartition(".")
-    owner = getattr(checkpoint, owner) if owner else checkpoint
     do, count = getattr(owner, name), iter(range(100))
 
     def broken(*arguments, **options):

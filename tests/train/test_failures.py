@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from command import Ended, memopd
+from saved import read_whole
 from tiny import save_model, word_tokenizer, workshop
 from transformers import AutoModelForCausalLM
 
-from memopd.train.checkpoint import latest, read_state, read_whole
+from memopd.train.checkpoint import latest, read_state
 
 
 def train(output: Path, *more: object, **options: object) -> Ended:

@@ -21,9 +21,9 @@ import gradients
 import pytest
 import torch
 from command import on_ranks
+from saved import read_whole
 from tiny import STEPS, workshop
 
-from memopd.train.checkpoint import read_whole
 from memopd.train.log import read_metrics
 
 UNSHARED = ("--optimise.share", "false")

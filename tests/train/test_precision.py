@@ -4,15 +4,15 @@ import pytest
 import torch
 import transformers
 from command import memopd
+from saved import read_whole
 from tiny import recorded, workshop
 
 from memopd.config import ModelConfig, load_config
 from memopd.train import ranks
 from memopd.train.batch import compile_batches
-from memopd.train.checkpoint import read_whole
 from memopd.train.learner import build
 from memopd.train.log import read_metrics
-from memopd.train.models import PolicyRoot, copy_weights, is_sharded, lent, prepare, whole_copy
+from memopd.train.models import PolicyRoot, copy_weights, is_sharded, on_device, prepare, whole_copy
 from memopd.train.scoring import policy_scores
 from memopd.verify.families import tiny_model
 
@@ -94,7 +94,7 @@ def test_lending_brings_back_the_very_same_weights(monkeypatch):
             p.data = p.data + 1  # elsewhere, as `Module.to` does it
 
     monkeypatch.setattr(root, "to", to_a_gpu)
-    with lent(root, torch.device("cuda")):
+    with on_device(root, torch.device("cuda")):
         assert all(p.data_ptr() != before[n][1] for n, p in root.named_parameters())
     for name, p in root.named_parameters():
         was, where, value = before[name]

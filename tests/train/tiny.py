@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, logging
 
 from memopd.record import write_episodes
-from memopd.verify.demo import demo
-from memopd.verify.families import VOCABULARY, tiny_model
+from memopd.verify.families import VOCABULARY, demo, tiny_model
 
 logging.disable_progress_bar()
 

@@ -11,10 +11,8 @@ from calls import mem1_calls
 from rich.console import Console
 
 from memopd.types import Call, Episode, Sampling, Segment
-from memopd.verify.audit import Domain, audit, domain
-from memopd.verify.demo import demo
-from memopd.verify.families import tiny_model
-from memopd.verify.tables import print_audit
+from memopd.verify.audit import Domain, audit, domain, print_audit
+from memopd.verify.families import demo, tiny_model
 
 Q, A0, O0, A1, O1, A2 = [5, 6, 7], [10, 11], [20, 21, 22], [30, 31, 32], [40], [50, 51]
 MEM1 = Episode("e", "t", [Call(Q, A0), Call(Q + A0 + O0, A1), Call(Q + A1 + O1, A2)])

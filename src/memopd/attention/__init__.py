@@ -1,17 +1,5 @@
-"""Visibility to kernels: one plan per pack, served by dense, flex or cascade."""
+"""Visibility to kernels: one plan per pack, served by dense, flex or cascade, or by a class of your own."""
 
-from memopd.attention.plan import KERNELS, Plan, make_plan, own_attention, planned_attention, say_once
-from memopd.attention.support import Sharing, check_length, reference_attention, sharing
+from memopd.attention.plan import KERNELS, check_attention, log_once, make_plan
 
-__all__ = [
-    "KERNELS",
-    "Plan",
-    "Sharing",
-    "check_length",
-    "make_plan",
-    "own_attention",
-    "planned_attention",
-    "reference_attention",
-    "say_once",
-    "sharing",
-]
+__all__ = ["KERNELS", "check_attention", "log_once", "make_plan"]

@@ -29,6 +29,7 @@ from memopd.attention import varlen
 from memopd.attention.copies import Copies
 from memopd.attention.varlen import Segments
 from memopd.compile import Packed
+from memopd.models.attention import Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,6 @@ def _tiles(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class CascadePlan:
-    name = "cascade"
-
     def __init__(self, packed: Packed, device: torch.device, layout: str | None = None, windowed: bool = False) -> None:
         nodes = nodes_of(packed.exit)
         self.longest = int(packed.positions.max()) + 1
@@ -160,24 +159,14 @@ class CascadePlan:
         needed = {self.layout, "paths"} if windowed else {self.layout}
         self.passes = {name: [t for p in make[name](nodes, device) for t in p.tensors()] for name in needed}
 
-    def attend(
-        self,
-        query: Tensor,  # [1, Hq, T, d]
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # [1, T, Hq, d]
-        if softcap is not None:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: Layer) -> Tensor:
+        if layer.softcap is not None:
             raise ValueError("cascade attention has no kernel for soft caps: use attention='flex' or 'dense'")
-        if window is not None and window >= self.longest:
-            window = None
+        window = None if layer.window is None or layer.window >= self.longest else layer.window
         varlen.check_supported(query, value, window)
         passes = self.passes[self.layout if window is None else "paths"]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d], as they lie in memory
-        return cascade(q, k, v, sinks, passes, scale, window or 0)[0][None]
+        return cascade(q, k, v, layer.sinks, passes, layer.scale, window or 0)[0][None]
 
 
 # Custom operators: to a compiler each is one opaque step, so that the model around them compiles in one piece.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from memopd.compile import Packed
+from memopd.models.attention import Layer
 
 BLOCK = 128
 KERNELS = 64  # one per model shape, precision and kind of mask; after 8, PyTorch would go on uncompiled
@@ -25,8 +26,6 @@ Mod = Callable[..., Tensor]
 
 
 class FlexPlan:
-    name = "flex"
-
     def __init__(self, packed: Packed, device: torch.device) -> None:
         if device.type == "cpu":
             raise ValueError("flex attention has no backward pass on the CPU: use attention='dense' or 'cascade'")
@@ -47,18 +46,9 @@ class FlexPlan:
         return self._masks[window]
 
     @torch.compiler.disable  # compiled by itself; the rest of a compiled model goes around it
-    def attend(
-        self,
-        query: Tensor,  # [1, Hq, T, d]
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # [1, T, Hq, d]
-        if window is not None and window >= self.longest:
-            window = None
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: Layer) -> Tensor:
+        window = None if layer.window is None or layer.window >= self.longest else layer.window
+        cap = None if layer.softcap is None else _soft_cap(torch.tensor(layer.softcap, device=query.device))
         more = self.padded - self.rows
         if more:
             query, key, value = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (query, key, value))
@@ -67,14 +57,14 @@ class FlexPlan:
                 query,
                 key,
                 value,
-                score_mod=None if softcap is None else _soft_cap(torch.tensor(softcap, device=query.device)),
+                score_mod=cap,
                 block_mask=self.block_mask(window),
-                scale=scale,
+                scale=layer.scale,
                 enable_gqa=query.shape[1] != key.shape[1],
                 return_lse=True,
             )
-        if sinks is not None:  # a sink takes its share of the softmax and gives nothing
-            out = out * torch.sigmoid(lse - sinks[None, :, None]).to(out.dtype)[..., None]
+        if layer.sinks is not None:  # a sink takes its share of the softmax and gives nothing
+            out = out * torch.sigmoid(lse - layer.sinks[None, :, None]).to(out.dtype)[..., None]
         return out[:, :, : self.rows].transpose(1, 2)
 
 

@@ -47,7 +47,7 @@ def audit(
     model: Annotated[str | None, typer.Option(help="The model that sampled them: a folder or a hub name.")] = None,
     teacher: Annotated[str | None, typer.Option(help="Also measure how a teacher's targets change.")] = None,
     dtype: Annotated[Precision, typer.Option()] = Precision.float32,
-    attention: Annotated[Attention, typer.Option()] = Attention.auto,
+    attention: Attention = "auto",
     demo: Annotated[bool, typer.Option("--demo", help="Make episodes with a tiny random model.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write JSON there.")] = None,
     as_json: Json = False,
@@ -55,16 +55,19 @@ def audit(
     """How wrong is flattened training on these episodes, and is packing exact? Exit status 1 when it is not."""
     if demo == bool(episodes) or demo == (model is not None):
         raise ValueError("give EPISODES and --model, or --demo alone")
+    from memopd.attention import check_attention
     from memopd.record import read_episodes
+
+    check_attention(attention, "--attention")
 
     recorded = [e for store in episodes or () for e in track("reading", read_episodes(store))]
     from memopd.verify.audit import audit as run_audit
-    from memopd.verify.tables import print_audit
+    from memopd.verify.audit import print_audit
 
     if demo:
         import torch
 
-        from memopd.verify.demo import demo as make_demo
+        from memopd.verify.families import demo as make_demo
 
         policy, recorded = make_demo()
         policy = policy.to(device(), getattr(torch, dtype))
@@ -73,7 +76,7 @@ def audit(
         assert model is not None
         policy, name = load_model(model, dtype), model
     if teacher and model:
-        from memopd.score.tokenizers import check_same_tokenizer
+        from memopd.models.load import check_same_tokenizer
 
         check_same_tokenizer(os.path.expanduser(model), os.path.expanduser(teacher))
     guide = load_model(teacher, dtype) if teacher else None

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from memopd.cli.options import Precision, load_model
-from memopd.files import check_model_folder
 
 TOKEN = "MEMOPD_GATEWAY_TOKEN"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -39,11 +38,11 @@ def gateway(
     if model is None:
         assert server is not None
         model = _served(server.split(",")[0])
-    from transformers import AutoTokenizer
+    from memopd.models.load import check_model_folder, load_tokenizer
 
     folder = os.path.expanduser(model)
     check_model_folder(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     engine: Any
     if server:
         from memopd.engine.vllm import VllmEngine

@@ -16,6 +16,7 @@ from rich.console import Console
 out = Console(width=None if sys.stdout.isatty() else 140)  # files and pipes get whole tables
 err = Console(stderr=True)
 
+Attention = Annotated[str, typer.Option(help="auto, dense, flex, cascade, or module:Class for a kernel of your own.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -37,13 +38,6 @@ class Precision(StrEnum):
     float64 = "float64"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-class Attention(StrEnum):
-    auto = "auto"
-    dense = "dense"
-    flex = "flex"
-    cascade = "cascade"
 
 
 def track(description: str, items: Iterable[Any]) -> Iterable[Any]:
@@ -72,7 +66,7 @@ def load_model(path: str, dtype: Precision) -> Any:
     """A causal LM from a folder or the hub: safetensors only, no remote code."""
     import torch
 
-    from memopd.train.models import load_causal_lm
+    from memopd.models.load import load_causal_lm
 
     return load_causal_lm(os.path.expanduser(path), getattr(torch, dtype)).to(device()).eval()
 

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from memopd.files import check_model_folder
-
 
 class ServedPrecision(StrEnum):
     auto = "auto"  # as in the checkpoint
@@ -31,6 +29,7 @@ def policy(
 ) -> None:
     """Serve a model with vLLM for sampling and training. What follows -- goes to vLLM as it is."""
     from memopd.engine.vllm.start import become, command, find_vllm
+    from memopd.models.load import check_model_folder
 
     model = os.path.expanduser(model)
     check_model_folder(model)

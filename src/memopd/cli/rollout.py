@@ -199,23 +199,22 @@ def check(play: Play) -> None:
     check_parts(tasks_config(play), flag="--")
 
 
-def tasks_config(play: Play, grading: str = "squad") -> Any:
+def tasks_config(play: Play, grading: Grading = Grading.squad) -> Any:
     from memopd.config import TasksConfig
 
     return TasksConfig(
         index=play.index, environment=play.environment, memory=play.memory, topk=play.topk,
-        max_context=play.max_context, reward=play.reward, grading=grading,
+        max_context=play.max_context, reward=play.reward, grading=grading.value,
     )  # fmt: skip
 
 
-def agents(play: Play, sampling: Any, grading: str = "squad") -> Callable[[list[tuple[str, Any]], int], Any]:
+def agents(play: Play, sampling: Any, grading: Grading = Grading.squad) -> Callable[[list[tuple[str, Any]], int], Any]:
     """The agent for some tasks and a seed. The model is loaded once; engines and scripted policies are made anew."""
-    from transformers import AutoTokenizer
-
     from memopd.agent import Agent
     from memopd.agent.parts import build_parts
+    from memopd.models.load import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(play.tokenizer or play.model, trust_remote_code=False)
+    tokenizer = load_tokenizer(str(play.tokenizer or play.model))
     environment, memory = build_parts(tasks_config(play, grading), tokenizer, flag="--")
     engine_of = scripted(play, tokenizer) if play.policy else sampled(play, tokenizer)
 

@@ -54,8 +54,8 @@ class LiveEngine(Engine, Protocol):
     tokenizer: Any  # Hugging Face's
     version: int  # the policy's; every completion carries the version it was sampled with
 
-    def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
-        """`heard` is called with every sampled id as it comes, from the engine's thread."""
+    def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
+        """`on_token` is called with every sampled id as it comes, from the engine's thread."""
         ...
 
     def close(self) -> None: ...

@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeAlias
 
-from memopd.files import whole
+from memopd.files import sync, whole
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Journal:
         if segment != self._numbers[0] or len(self._numbers) == 1:
             raise ValueError(f"segment {segment} is not the oldest of those no longer written to")
         self._path(segment).unlink()
-        _fsync_directory(self.directory)
+        sync(self.directory)
         self._numbers.pop(0)
 
     def rewrite(self, segment: int, keep: Callable[[bytes], bool]) -> None:
@@ -122,12 +122,9 @@ class Journal:
         path = self._path(segment)
         data = path.read_bytes()
         payloads = (data[start:stop] for start, stop in _payloads(path, data, last=False))
-        with whole(path) as partial, partial.open("xb") as file:
+        with whole(path, durable=True) as partial, partial.open("xb") as file:
             file.write(_MAGIC)
             file.writelines(_framed(payload) for payload in payloads if keep(payload))
-            file.flush()
-            os.fsync(file.fileno())
-        _fsync_directory(self.directory)
 
     def close(self) -> None:
         """Writes what waits, then lets another process in."""
@@ -176,7 +173,7 @@ class Journal:
         handle = os.open(self._path(number), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         os.write(handle, _MAGIC)
         os.fsync(handle)
-        _fsync_directory(self.directory)
+        sync(self.directory)
         if self._handle >= 0:
             os.close(self._handle)
         self._handle, self._size = handle, len(_MAGIC)
@@ -275,11 +272,3 @@ def _locked(directory: Path) -> int:
         os.close(handle)
         raise ValueError(f"{directory}: another process records here; stop it or choose another store") from None
     return handle
-
-
-def _fsync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from memopd.files import sync
 from memopd.types import Call, Episode, Sampling, Segment
 
 Row: TypeAlias = dict[str, Any]  # column to value
@@ -107,10 +108,10 @@ def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: 
         with temporary.open("x+b") as file:
             written = _write(file, path, episodes)
             _seal(file)
-            os.fsync(file.fileno())
+        sync(temporary)
         _publish(temporary, path, overwrite)
         for changed in (directory, *(d.parent for d in made)):
-            _fsync(changed)
+            sync(changed)
     except BaseException:  # whatever it was, an interrupt too, leaves nothing behind
         with suppress(OSError):  # a directory that somebody else uses by now stays
             temporary.unlink(missing_ok=True)
@@ -290,14 +291,6 @@ def _rename_new(temporary: Path, target: Path) -> bool:
         os.replace(temporary, target)
     temporary.unlink(missing_ok=True)
     return True
-
-
-def _fsync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_file(path: Path) -> Iterator[Episode]:

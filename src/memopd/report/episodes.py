@@ -122,10 +122,10 @@ def vocabulary(run: Run, episodes: Sequence[dict[str, Any]]) -> dict[int, str] |
     for place in (run.path / "model", run.config.get("model", {}).get("student", "")):
         if used and str(place):
             try:
-                from transformers import AutoTokenizer
+                from memopd.models.load import load_tokenizer
 
-                tokenizer = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
-            except (OSError, ValueError):
+                tokenizer = load_tokenizer(str(place), local=True)
+            except ValueError:
                 continue
             return texts(tokenizer, sorted(used))
     return None

@@ -2,8 +2,7 @@
 
 from memopd.retrieval.build import build_index
 from memopd.retrieval.corpus import Passage, read_corpus, write_corpus
-from memopd.retrieval.index import Hit, Index, open_index
-from memopd.retrieval.info import IndexInfo, read_info
+from memopd.retrieval.index import Hit, Index, IndexInfo, open_index, read_info
 
 __all__ = [
     "Hit",

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from memopd.retrieval.corpus import read_corpus
-from memopd.retrieval.info import IndexInfo, write_info
+from memopd.retrieval.index import IndexInfo, write_info
 
 Track = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps what is walked through, to show progress
 

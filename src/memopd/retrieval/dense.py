@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopd.retrieval.corpus import Passage
-from memopd.retrieval.index import Hit, check_k, readable
+from memopd.retrieval.index import Hit, check_k, read_info, readable
 from memopd.types import Floats
 
 Vectors: TypeAlias = NDArray[np.float32]
@@ -61,8 +61,6 @@ class DenseIndex:
 
     def __init__(self, folder: Path, model: str | None = None) -> None:
         import faiss
-
-        from memopd.retrieval.info import read_info
 
         model = model or read_info(folder).settings["model"]
         self._index = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP)

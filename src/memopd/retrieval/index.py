@@ -1,4 +1,4 @@
-"""What an index is: queries in, for each the k best passages, best first.
+"""What an index is: queries in, for each the k best passages, best first; and the small file that says which it is.
 
     Index ── search ──> Hit ── passage ──> Passage
                          └── score
@@ -8,14 +8,17 @@ Whichever kind it is, equal scores are ordered by passage id, so that answers do
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from memopd.retrieval.corpus import Passage
 
 MAX_QUERY = 4096  # characters
+
+_INFO = "memopd-index.json"  # in every index folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,6 @@ def open_index(where: Path | str, model: str | None = None) -> Index:
         from memopd.retrieval.client import RemoteIndex
 
         return RemoteIndex(str(where))
-    from memopd.retrieval.info import read_info
-
     folder = Path(where)
     info = read_info(folder)
     if info.kind == "dense":
@@ -63,3 +64,38 @@ def readable(query: str) -> str:
 def check_k(k: int) -> None:
     if k < 1:
         raise ValueError(f"k must be 1 or more, got {k}")
+
+
+# ---- what is in a folder ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class IndexInfo:
+    kind: str  # "lexical" or "dense"
+    passages: int
+    skipped: int  # rows of the corpus that were left out
+    corpus: str  # its file name
+    corpus_sha256: str  # of the file as it lay on disk
+    settings: dict[str, Any]  # what the answers depend on besides the corpus
+    versions: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def write_info(folder: Path, info: IndexInfo) -> None:
+    (folder / _INFO).write_text(json.dumps(info.as_dict(), indent=2) + "\n")
+
+
+def read_info(folder: Path) -> IndexInfo:
+    path = folder / _INFO
+    if not path.is_file():
+        what = "not an index" if folder.exists() else "no such folder"
+        raise ValueError(f"{folder}: {what}; make one with `memopd index build CORPUS -o {folder}`")
+    try:
+        info = IndexInfo(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as why:
+        raise ValueError(f"{path}: damaged ({why}); build the index again") from None
+    if info.kind not in ("lexical", "dense"):
+        raise ValueError(f"{path}: kind: must be lexical or dense, got {info.kind!r}; build the index again")
+    return info

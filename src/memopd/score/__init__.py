@@ -3,7 +3,7 @@
 from memopd.score.divergences import DIVERGENCES, Divergence, divergence_of, reverse_kl
 from memopd.score.head import Head, head_of
 from memopd.score.score import Scores, packed_logprobs, score, teacher_target
-from memopd.score.states import backbone, call_states, decision_states
+from memopd.score.states import call_states, decision_states
 from memopd.score.vocabulary import Target, VocabularyScores, vocabulary_scores
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Scores",
     "Target",
     "VocabularyScores",
-    "backbone",
     "call_states",
     "decision_states",
     "divergence_of",

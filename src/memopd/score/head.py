@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from memopd.attention import own_attention
-from memopd.score.states import backbone, check_dropout
+from memopd.models.attention import own_attention
+from memopd.models.load import backbone
+from memopd.models.support import check_dropout
 
 
 @dataclass(frozen=True, slots=True)

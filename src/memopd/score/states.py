@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.attention import check_length, make_plan, planned_attention, say_once, sharing
+from memopd.attention import log_once, make_plan
 from memopd.compile import Packed
-
-
-def backbone(model: Any) -> Any:
-    """The model without its vocabulary or value head."""
-    return model.get_decoder()
+from memopd.models.attention import planned_attention
+from memopd.models.load import backbone
+from memopd.models.support import check_dropout, check_length, sharing
 
 
 def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tensor:
@@ -25,7 +23,7 @@ def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tens
     check_dropout(model)
     share = sharing(model)
     if not share.shared:
-        say_once(f"{share.reason}: its calls run one by one, exact but unshared", logging.WARNING)
+        log_once(f"{share.reason}: its calls run one by one, exact but unshared", logging.WARNING)
         return _unshared_states(model, packed)
     device = next(model.parameters()).device
     plan = make_plan(packed, attention, model)
@@ -35,7 +33,7 @@ def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tens
             position_ids=_row(packed.positions, device),
             attention_mask=None,
             use_cache=False,
-            memopd_plan=plan,
+            memopd_scheme=plan,
         ).last_hidden_state[0]
     return states[torch.as_tensor(packed.decisions.row, device=device, dtype=torch.long)]
 
@@ -54,15 +52,6 @@ def check_ids(model: Any, *ids: np.ndarray[Any, Any]) -> None:
     if top >= vocabulary:
         raise ValueError(
             f"token id {top} is outside this model's vocabulary of {vocabulary}: did another model sample these calls?"
-        )
-
-
-def check_dropout(model: Any) -> None:
-    if model.training and any(
-        (isinstance(m, torch.nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0) for m in model.modules()
-    ):
-        raise ValueError(
-            "dropout must be 0 (calls that share a row would share its mask): set it to 0, or model.eval()"
         )
 
 

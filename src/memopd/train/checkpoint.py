@@ -12,7 +12,6 @@ the files that have them. safetensors and JSON only: nothing is unpickled.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from memopd.files import whole
+from memopd.files import sync, whole
 from memopd.train import ranks
 
 
@@ -47,13 +46,11 @@ def save(run: Path, step: int, tensors: dict[str, dict[str, Tensor]], keep: int)
         files = {f.name: f.stat().st_size for f in sorted(partial.iterdir())}
         state = partial / "state.json"
         state.write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n")
-        _sync(state)
-        _sync(partial)
+        sync(state)
+        sync(partial)
         partial.rename(folder)
-        with whole(folder.parent / "latest") as file:
+        with whole(folder.parent / "latest", durable=True) as file:
             file.write_text(folder.name + "\n")
-            _sync(file)
-        _sync(folder.parent)
         for old in _steps(folder.parent, up_to=step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     ranks.barrier()
@@ -63,10 +60,10 @@ def _write(file: Path, group: dict[str, Tensor]) -> None:
     starts = {key: str(_start(value)) for key, value in group.items()}
     try:
         save_file({key: _local(value).cpu().contiguous() for key, value in group.items()}, file, starts)
-    except SafetensorError as error:  # which hides what the system said, a full disk for one
+    except SafetensorError as error:  # it hides the system's own error, such as a full disk
         shutil.rmtree(file.parent, ignore_errors=True)
         raise OSError(f"{file}: cannot be written ({error}); the last checkpoint is intact") from None
-    _sync(file)
+    sync(file)
 
 
 def latest(run: Path) -> Path | None:
@@ -75,7 +72,7 @@ def latest(run: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `save` was given as state, after checking that every file is there in full."""
+    """The content of state.json, after checking that every file is there in full."""
     try:
         state = dict(json.loads((folder / "state.json").read_text()))
     except (OSError, json.JSONDecodeError) as error:
@@ -115,17 +112,6 @@ def load(folder: Path, name: str, into: dict[str, Tensor]) -> None:
                 raise ValueError(f"{folder}: {name}: {key} is incomplete; {_advice(folder)}")
     except SafetensorError as error:
         raise ValueError(f"{folder}: {name}: unreadable ({error}); {_advice(folder)}") from None
-
-
-def read_whole(folder: Path, name: str) -> dict[str, Tensor]:
-    """Every tensor of `name`, whole, for export."""
-    readers = _readers(folder, name)
-    tensors: dict[str, Tensor] = {}
-    for key in readers[0].keys():  # noqa: SIM118
-        pieces = [rows[...] for _, rows in _pieces(readers, key)]
-        split = pieces[0].ndim > 0 and len({start for start, _ in _pieces(readers, key)}) > 1
-        tensors[key] = torch.cat(pieces) if split else pieces[0]
-    return tensors
 
 
 def optimiser_tensors(optimiser: torch.optim.AdamW, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -174,18 +160,10 @@ def _start(value: Tensor) -> int:
 
 
 def _steps(folder: Path, up_to: int) -> list[Path]:
-    """Checkpoints, oldest first; what lies after `up_to` is of a life of this run that was given up."""
+    """Checkpoints up to a step, oldest first. Later ones were written before this run was resumed further back."""
     return [f for f in sorted(folder.glob("step-*")) if int(f.name.removeprefix("step-")) <= up_to]
 
 
 def _advice(folder: Path) -> str:
     others = [f.name for f in sorted(folder.parent.glob("step-*")) if f != folder and (f / "state.json").is_file()]
     return f"write {others[-1]} into {folder.parent / 'latest'} to go on from there" if others else "start again"
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from memopd.config import RunConfig
 from memopd.files import whole_folder
+from memopd.models.load import check_same_tokenizer, critic_from, load_causal_lm
 from memopd.score import Divergence, Head, divergence_of
-from memopd.score.tokenizers import check_same_tokenizer
 from memopd.train import checkpoint, ranks
 from memopd.train.algorithms import Algorithm, algorithm_of, needs_group
 from memopd.train.models import (
@@ -21,8 +21,6 @@ from memopd.train.models import (
     Root,
     StatesRoot,
     ValueRoot,
-    critic_from,
-    load_causal_lm,
     master_dtype,
     prepare,
     teacher_head,

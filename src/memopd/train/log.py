@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memopd.config import RunConfig, from_tables
-from memopd.files import json_lines, whole
+from memopd.files import json_lines, sync, whole
 from memopd.record import write_episodes
 from memopd.train import ranks
 from memopd.train.checkpoint import latest, read_state
@@ -76,8 +75,7 @@ class Run:
         line = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items()}
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # a checkpoint that counts this step may follow
+        sync(self.path / "metrics.jsonl")  # a checkpoint that counts this step may follow
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()

@@ -7,26 +7,22 @@ the backbone of a sharded model by itself fails. Tied embeddings stay in the roo
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from memopd.attention.support import sharing
 from memopd.compile import Packed
 from memopd.config import ModelConfig
-from memopd.files import check_model_folder
+from memopd.models.load import backbone
+from memopd.models.support import sharing
 from memopd.score import Head, Target, decision_states, head_of, score
-from memopd.score.states import backbone
 from memopd.train import ranks
 
 
@@ -64,46 +60,6 @@ class StatesRoot(Root):
         return decision_states(self.model, packed, self.attention)
 
 
-def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A model folder or hub name; a config.json alone gives random weights from the seed."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if path.endswith(".json"):
-        config = transformers.AutoConfig.for_model(**json.loads(Path(path).read_text()))
-        torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    check_model_folder(path)
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
-    except SafetensorError as error:
-        raise ValueError(f"{path}: its weights are cut short or damaged ({error}): copy them again") from None
-
-
-def load_tokenizer(path: str) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})") from None
-
-
-def critic_from(student: Any) -> Any:
-    """V_φ: the student's backbone and a value head that starts at zero."""
-    config = copy.deepcopy(student.config)
-    config.num_labels = 1
-    try:
-        critic = transformers.AutoModelForTokenClassification.from_config(config, dtype=student.dtype)
-    except ValueError:
-        kind = type(student).__name__
-        raise ValueError(f'{kind}: transformers has no critic of its kind: set optimise.algorithm = "grpo"') from None
-    backbone(critic).load_state_dict(backbone(student).state_dict())
-    nn.init.zeros_(critic.score.weight)
-    if critic.score.bias is not None:
-        nn.init.zeros_(critic.score.bias)
-    return critic
-
-
 def master_dtype(config: ModelConfig) -> torch.dtype:
     """Of the weights that the optimiser changes: small steps vanish in half precision."""
     return torch.promote_types(getattr(torch, config.dtype), torch.float32)
@@ -112,7 +68,7 @@ def master_dtype(config: ModelConfig) -> torch.dtype:
 def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool) -> Any:
     """Ready to train on its device, or frozen; sharded where ranks share it or masters stay in another precision.
 
-    A frozen model that is whole stays in host memory, and is lent to the device for as long as it scores.
+    A frozen model that is whole stays in host memory, and moves to the device for as long as it scores (`on_device`).
     """
     model, dtype = root.model, getattr(torch, config.dtype)
     _no_dropout(model)
@@ -151,7 +107,7 @@ def _layers(model: Any) -> Any:
 
 
 @contextmanager
-def lent(root: Root, device: torch.device) -> Iterator[None]:
+def on_device(root: Root, device: torch.device) -> Iterator[None]:
     """A frozen model on `device` for the length of the block. Its weights do not change: none is copied back."""
     home = [(p, p.data) for p in root.parameters() if p.device != device]
     root.to(device)

@@ -14,7 +14,7 @@ from memopd.score import Divergence, Head, Target, reverse_kl
 from memopd.train import ranks
 from memopd.train.batch import Bools, Ints, MiniBatch, Work, parts_of
 from memopd.train.learner import Learner
-from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, lent
+from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, on_device
 from memopd.types import Ids
 
 
@@ -50,7 +50,7 @@ def score_batches(
     old = [policy_scores(learner.student, b, temperature) for b in batches]
     ref, value = old, [torch.zeros_like(o) for o in old]
     if learner.reference is not None:
-        with lent(learner.reference, learner.device):
+        with on_device(learner.reference, learner.device):
             ref = [policy_scores(learner.reference, b, temperature) for b in batches]
     if learner.critic is not None:
         value = [values(learner.critic, b) for b in batches]
@@ -58,7 +58,7 @@ def score_batches(
     guides: list[Guide | None] = [None] * len(batches)
     if learner.teacher is not None and learner.head is not None:
         states = exact_states if teacher.state == "aligned" else persistent_states
-        with lent(learner.teacher, learner.device):
+        with on_device(learner.teacher, learner.device):
             guides = [
                 Guide(
                     learner.head,

@@ -19,7 +19,9 @@ import torch
 
 from memopd.agent.codec import codec_of
 from memopd.agent.parts import check_parts
+from memopd.attention import check_attention
 from memopd.config import RunConfig, SftConfig
+from memopd.models.load import load_causal_lm, load_tokenizer
 from memopd.record import read_episodes
 from memopd.tasks.grading import answers_of
 from memopd.train import checkpoint, ranks
@@ -27,7 +29,7 @@ from memopd.train.batch import MiniBatch, mini_batch, path_length
 from memopd.train.diagnostics import dev_quality, say, warn_left_out
 from memopd.train.learner import adamw, export_model, trained_tensors
 from memopd.train.log import open_run
-from memopd.train.models import PolicyRoot, load_causal_lm, load_tokenizer, master_dtype, prepare
+from memopd.train.models import PolicyRoot, master_dtype, prepare
 from memopd.train.scoring import policy_scores
 from memopd.train.source import Sampler
 from memopd.train.update import backward, clipped_step, learning_rate, set_learning_rate
@@ -56,6 +58,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         raise ValueError("sft needs sft.start (a model or a config.json), sft.episodes, and sft.tokens above sft.batch")
     evaluated = bool(every.dev_every and config.tasks.dev)
     check_parts(config.tasks, needs_index=evaluated)
+    check_attention(config.model.attention)
     with ranks.joined() as device, ExitStack() as open_now:
         run = open_run(output, config, resume)
         tokenizer = load_tokenizer(s.tokenizer or s.start)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 from memopd.agent.codec import codec_of
 from memopd.agent.parts import check_parts
+from memopd.attention import check_attention
 from memopd.config import RunConfig
+from memopd.models.load import load_tokenizer
 from memopd.train import checkpoint, ranks
 from memopd.train.batch import compile_batches, usable
 from memopd.train.check import check_equivalence
 from memopd.train.diagnostics import describe, dev_quality, quality, say, warn_left_out
 from memopd.train.learner import build, check_objective, export_model
 from memopd.train.log import open_run
-from memopd.train.models import load_tokenizer
 from memopd.train.scoring import score_batches
 from memopd.train.source import Sampler, open_source
 from memopd.train.terms import make_terms
@@ -26,6 +27,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
     """Train to the end of `config` and return the last metrics. Everything is under `output`."""
     check_parts(config.tasks, needs_index=not config.sampling.replay)
     check_objective(config)
+    check_attention(config.model.attention)
     with ranks.joined() as device:
         run = open_run(output, config, resume)
         learner = build(config, device)

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.attention import own_attention, sharing
 from memopd.compile import Packed, fill
+from memopd.models.attention import own_attention
+from memopd.models.load import backbone
+from memopd.models.support import sharing
 from memopd.score import Head, call_states, decision_states, head_of, vocabulary_scores
-from memopd.score.states import backbone
 from memopd.types import Call
 from memopd.verify.structure import structural_problems
 

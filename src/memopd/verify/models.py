@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memopd.attention import sharing
+from memopd.models.support import sharing
 from memopd.types import Call
 from memopd.verify.equivalence import equivalence, gradient_equivalence
 from memopd.verify.families import FAMILIES, VOCABULARY, tiny_model

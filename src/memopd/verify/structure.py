@@ -1,4 +1,4 @@
-"""Does a pack say what the calls said? Integers only, no model: the half of the proof that needs no tolerance."""
+"""Does a pack hold exactly what the calls held? Integers only, no model: this half of the proof needs no tolerance."""
 
 from __future__ import annotations
 

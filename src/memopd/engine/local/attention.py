@@ -1,8 +1,7 @@
 """How one forward pass of the engine attends: new tokens of many sequences in one flat row, their past in the cache.
 
-transformers hands every layer's queries, keys and values to `attend`, registered under NAME, together with the Pass
-that came as a keyword of `model(...)`. New keys and values go into the cache first; then every sequence's new tokens
-read its own slot, up to themselves. As no mask function is registered with the name, transformers makes no mask.
+A Pass is the scheme that the model gets (memopd.models.attention). New keys and values go into the cache first; then
+every sequence's new tokens read its own slot, up to themselves.
 
 Three ways to read, one result: PyTorch's kernel on a CPU, the kernel of `kernel.py` on a GPU, and plain products where
 a layer has a window, a soft cap or sinks, or where neither kernel serves.
@@ -10,23 +9,23 @@ a layer has a window, a soft cap or sinks, or where neither kernel serves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, softmax
-from transformers import AttentionInterface
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from memopd.engine.local.cache import Cache
-
-NAME = "memopd-engine"
+from memopd.models.attention import Layer, eval_mode, own_attention, plain_attention, sampling_attention
+from memopd.models.support import sharing
 
 # Keys whose reading costs as much as another call of PyTorch's CPU kernel: sequences of nearly equal length share one.
 CALL_COST = 150
+
+CLOSE = 0.1  # of the logits' spread: rounding is far below in every precision, a misread layer far above
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,40 +66,35 @@ class Pass:
     tiles: Any = None  # the GPU's way (kernel.py); made from the spans where none is given
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [T, Hq, d]
-        key: Tensor,  # [T, Hkv, d]
-        value: Tensor,  # [T, Hkv, dv]
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,  # [Hq]
-    ) -> Tensor:  # [T, Hq, dv]
-        keys, values = self.cache.write(layer, self.rows, key, value)
-        if window is not None and window >= self.cache.length:
-            window = None
-        special = window is not None or softcap is not None or sinks is not None or keys.dtype == torch.float64
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: Layer) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d]
+        return self._read(q, *self.cache.write(layer.index, self.rows, k, v), layer)[None]
+
+    def _read(self, query: Tensor, keys: Tensor, values: Tensor, layer: Layer) -> Tensor:
+        """query [T, Hq, d], keys and values of all slots -> [T, Hq, dv]"""
+        if layer.window is not None and layer.window >= self.cache.length:
+            layer = replace(layer, window=None)
+        asked = (layer.window, layer.softcap, layer.sinks)
+        special = any(x is not None for x in asked) or keys.dtype == torch.float64
         if (query.is_cuda or self.tiles is not None) and not special:
             if self.tiles is None:
                 from memopd.engine.local.kernel import tiles_of  # not where there is no GPU
 
-                self.tiles = tiles_of(self.spans, query.shape[1] // key.shape[1], self.cache.length, query.device)
-            return self.tiles.attend(query, keys, values, scale)
+                self.tiles = tiles_of(self.spans, query.shape[1] // keys.shape[2], self.cache.length, query.device)
+            return self.tiles.attend(query, keys, values, layer.scale)
         self.cache.special |= special
         assert self.spans, "a captured pass knows no spans"
-        out = query.new_empty(*query.shape[:2], value.shape[2])
+        out = query.new_empty(*query.shape[:2], values.shape[3])
         if special or query.device.type != "cpu":
             for span in self.spans:
                 here = slice(span.first, span.first + span.count)
                 past = keys[span.slot, : span.length], values[span.slot, : span.length]
-                out[here] = _plain(query[here], *past, span.position, scale, window, softcap, sinks)
+                out[here] = plain(query[here], *past, span.position, layer)
             return out
         for group in self.groups:
-            _together(group, query, keys, values, scale, out)
+            _together(group, query, keys, values, layer.scale, out)
         for span in self.alone:
-            _alone(span, self._mask(span, query), query, keys, values, scale, out)
+            _alone(span, self._mask(span, query), query, keys, values, layer.scale, out)
         return out
 
     def _mask(self, span: Span, query: Tensor) -> Tensor | None:
@@ -136,83 +130,14 @@ def _alone(
     out[here] = made.flatten(0, 1).transpose(0, 1)
 
 
-def _plain(
-    query: Tensor,  # [n, Hq, d]
-    key: Tensor,  # [length, Hkv, d]
-    value: Tensor,
-    position: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """The definition, in products and a softmax, one sequence at a time: slow, and right for every kind of layer."""
+def plain(query: Tensor, key: Tensor, value: Tensor, position: int, layer: Layer) -> Tensor:
+    """query [n, Hq, d] from `position` on, key and value [length, Hkv, d] of one sequence -> [n, Hq, dv]"""
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)))
-    scores = q @ k.transpose(1, 2) * scale  # [Hq, n, length]
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
     back = torch.arange(position, position + len(query), device=q.device)[:, None]
     back = back - torch.arange(len(key), device=q.device)  # how far each key lies behind each query
-    hidden = back < 0 if window is None else (back < 0) | (back >= window)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
-    weights = softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]  # the sink takes its share and gives nothing
-    return (weights @ v).transpose(0, 1)
-
-
-HARMLESS = {"position_ids", "cache_position"}  # what layers also pass on
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,  # [1, Hq, T, d]
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    memopd_pass: Pass | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    if memopd_pass is None or attention_mask is not None or dropout:
-        raise ValueError(
-            "the model is in use by memopd's engine, which has set its attention: run it when no request is open"
-        )
-    if unknown := [name for name, x in rest.items() if isinstance(x, Tensor) and name not in HARMLESS]:
-        raise ValueError(
-            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which memopd's engine does not know"
-        )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: Any = module.layer_idx
-    return memopd_pass.attend(layer, q, k, v, scale, sliding_window, softcap, s_aux)[None], None
-
-
-AttentionInterface.register(NAME, attend)
-
-
-@contextmanager
-def borrowed(model: Any) -> Iterator[None]:
-    """The model as the engine runs it: its own attention, no dropout, no gradients; afterwards all as it was."""
-    before, training = model.config._attn_implementation, [m for m in model.modules() if m.training]
-    if before == NAME:
-        raise ValueError("this model is in use by another engine: wait until its requests are done, or use one engine")
-    model.set_attn_implementation(NAME)
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module in training:  # one by one: a trainer may keep parts of its model in eval mode
-            module.training = True
-        model.set_attn_implementation(before)
+    visible = back >= 0 if layer.window is None else (back >= 0) & (back < layer.window)
+    return plain_attention(q, k, v, visible, layer).transpose(0, 1)
 
 
 # ---- which sequences one call may serve ----------------------------------------------------------------------------
@@ -258,3 +183,40 @@ def group(slots: Sequence[int], lengths: Sequence[int], room: int, dtype: torch.
             row[room - width :] = -torch.inf
         masks.append(mask)
     return Groups(runs, masks)
+
+
+# ---- which models the engine can sample from -----------------------------------------------------------------------
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that the engine would sample from wrongly, in one line."""
+    if not (can := sharing(model)).shared:
+        raise ValueError(f"{can.reason}: the local engine cannot sample from it; serve it with vLLM")
+    expected, logits = _compare(model)
+    off = (logits.double() - expected.double()).square().mean().sqrt() / expected.double().std()
+    if off > CLOSE:  # NaN weights are not this check's business
+        raise ValueError(
+            f"{type(model).__name__} does more around its attention than the local engine knows of (logits off by "
+            f"{off:.0%} of their spread): serve it with vLLM"
+        )
+
+
+def _compare(model: Any) -> tuple[Tensor, Tensor]:
+    """A prompt in three parts through the engine's passes, and the model run by itself: families differ in what
+    they do around their attention, and a new one must not be sampled from wrongly in silence."""
+    device = next(model.parameters()).device
+    ids = torch.arange(24, device=device) * 7 % min(101, model.get_input_embeddings().weight.shape[0])
+    cache, logits = Cache(1, 24), None
+    with sampling_attention(model):
+        for a, b in ((0, 16), (16, 23), (23, 24)):
+            rows, span = torch.arange(a, b, device=device), Span(slot=0, first=0, count=b - a, position=a)
+            logits = model(
+                input_ids=ids[None, a:b],
+                position_ids=rows[None],
+                attention_mask=None,
+                use_cache=False,
+                memopd_scheme=Pass(cache, rows, spans=[span], alone=[span]),
+            ).logits[0, -1]
+    assert logits is not None
+    with own_attention(model), eval_mode(model), torch.inference_mode():
+        return model(input_ids=ids[None], use_cache=False).logits[0, -1], logits

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.engine.local.attention import Groups, Pass, Span, borrowed, group
-from memopd.engine.local.cache import Cache
-from memopd.engine.local.fit import can_capture, check_model, length_limit
+from memopd.engine.local.attention import Groups, Pass, Span, check_model, group
+from memopd.engine.local.cache import WORTHWHILE, Cache, Slots
 from memopd.engine.local.sampler import Uniforms, draw
-from memopd.engine.local.slots import WORTHWHILE, Slots
 from memopd.engine.protocol import Completion, Request, Ticket
 from memopd.engine.stops import Stops, stops_of
+from memopd.models.attention import sampling_attention
+from memopd.models.support import length_limit, rope_switch
 from memopd.types import Ids, StopReason
 
 log = logging.getLogger("memopd")
@@ -42,7 +42,7 @@ class _Sequence:
     prompt: Ids
     limit: int  # tokens to sample at most
     stops: Stops | None
-    heard: Callable[[int], None] | None
+    on_token: Callable[[int], None] | None
     uniforms: Uniforms
     future: Future[Completion] = field(default_factory=Future)
     tokens: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Sequence:
 class LocalEngine:
     """Samples from `model`, at most `slots` sequences at once of at most `max_length` tokens, prompt included.
 
-    The model may be a trainer's: it is used as it lies, and its attention and its modes are as they were whenever no
+    The model may be a trainer's: it is not copied, and its attention and its modes are as they were whenever no
     request is open. Change its weights between batches, then set `version`; or use `updating` or `update` at any time.
     """
 
@@ -79,7 +79,7 @@ class LocalEngine:
         self._running: list[_Sequence] = []  # in the order of their slots
         self._groups: Groups | None = None  # of those running; None: they changed
         self._decoder: Any = None
-        self._captures = can_capture(model)
+        self._captures = rope_switch(model) is None  # one that looks at positions makes the host wait in every step
         self._weights: list[tuple[int, int]] = []  # where they lay and how often they had been written
 
         self._lock = threading.Condition()  # guards what follows
@@ -102,9 +102,9 @@ class LocalEngine:
             wait([t.completion for t in tickets])  # whoever catches this finds the model at rest
             raise
 
-    def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
-        """Start a request beside those that run. `heard` is called with every sampled id, from the engine's thread."""
-        return self._enter([self._sequence(request, heard)])[0]
+    def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
+        """Start a request beside those that run. `on_token` gets every sampled id, from the engine's thread."""
+        return self._enter([self._sequence(request, on_token)])[0]
 
     @property
     def version(self) -> int:
@@ -163,7 +163,7 @@ class LocalEngine:
 
     # ---- entering and leaving -------------------------------------------------------------------------------------
 
-    def _sequence(self, request: Request, heard: Callable[[int], None] | None) -> _Sequence:
+    def _sequence(self, request: Request, on_token: Callable[[int], None] | None) -> _Sequence:
         name = f"episode {request.episode!r}: " if request.episode else ""
         prompt = np.asarray(request.prompt)
         if prompt.ndim != 1 or not len(prompt) or prompt.dtype.kind not in "iu":
@@ -184,7 +184,7 @@ class LocalEngine:
                 raise ValueError(f"{name}a stop string must not be empty")
             stops = self._stops(tuple(request.stop))
         limit = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
-        return _Sequence(request, prompt.astype(np.int32), limit, stops, heard, Uniforms(int(request.seed)))
+        return _Sequence(request, prompt.astype(np.int32), limit, stops, on_token, Uniforms(int(request.seed)))
 
     def _enter(self, sequences: Sequence[_Sequence]) -> list[Ticket]:
         with self._lock:
@@ -248,7 +248,7 @@ class LocalEngine:
     def _serve(self, finished: list[Callable[[], None]]) -> None:
         """Steps until nothing runs and nothing may enter. What finishes in the last one is left in `finished`."""
         self._notice_new_weights()
-        with borrowed(self.model):
+        with sampling_attention(self.model):
             while self._running or self._has_waiting():
                 while finished:  # others still run: nobody has to wait for them
                     finished.pop()()
@@ -261,7 +261,7 @@ class LocalEngine:
         return bool(self._waiting) and not self._paused
 
     def _notice_new_weights(self) -> None:
-        """Should somebody have trained the model and not said so: old keys and values must not serve new weights."""
+        """Drop old keys and values if the weights changed without `version`: they must not serve new weights."""
         weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()]
         if weights != self._weights:
             self._weights = weights
@@ -347,7 +347,7 @@ class LocalEngine:
             attention_mask=None,
             use_cache=False,
             logits_to_keep=self._tensor(np.array(last)),
-            memopd_pass=this,
+            memopd_scheme=this,
         ).logits[0]
         self._slots.filled(s.slot for s, _ in entering)
         everyone = [*running, *(s for s, _ in entering)]
@@ -407,7 +407,7 @@ class LocalEngine:
                 stop = None
                 for token, logprob in zip(tokens, logprobs, strict=True):
                     if stop is None:  # what comes after the end is thrown away
-                        stop = self._hear(sequence, token[i], logprob[i])
+                        stop = self._take_token(sequence, token[i], logprob[i])
                 if stop is None:
                     continue
                 finished.append(self._done(sequence, stop))
@@ -421,7 +421,7 @@ class LocalEngine:
             self._running, self._groups = [s for s in self._running if s.slot >= 0], None
         return finished
 
-    def _hear(self, sequence: _Sequence, token: int, logprob: float) -> StopReason | None:
+    def _take_token(self, sequence: _Sequence, token: int, logprob: float) -> StopReason | None:
         """One more token; why it is the last, if it is."""
         if logprob != logprob:  # first, so that no NaN stays in the cache
             raise ValueError("the model's logits are not numbers: its weights are broken")
@@ -429,8 +429,8 @@ class LocalEngine:
             return StopReason.ABORTED
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
-        if sequence.heard is not None:
-            sequence.heard(token)
+        if sequence.on_token is not None:
+            sequence.on_token(token)
         if token in self._ends or (sequence.stops is not None and sequence.stops.end(sequence.tokens)):
             return StopReason.STOP
         return StopReason.LENGTH if len(sequence.tokens) >= sequence.limit else None

@@ -59,7 +59,7 @@ class Decoder:
         self.step = torch.zeros(1, dtype=torch.long, device=device)
         self.sampled = torch.zeros(2, STEPS, rows, dtype=torch.float64, device=device)  # tokens and log p
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self.lies: list[int] = []
+        self.addresses: list[int] = []  # of the parameters that the graphs read
         self.pool = torch.cuda.graph_pool_handle()  # one for all: what a step leaves behind lies in the buffers above
 
     def decode(self, rows: Sequence[Row], steps: int) -> tuple[Any, Any]:
@@ -92,9 +92,9 @@ class Decoder:
             buffer[:size].copy_(column)
 
     def _graph(self, size: int, cut: bool) -> torch.cuda.CUDAGraph:
-        lies = [p.data_ptr() for p in self.model.parameters()]
-        if lies != self.lies:
-            self.graphs, self.lies = {}, lies
+        addresses = [p.data_ptr() for p in self.model.parameters()]
+        if addresses != self.addresses:
+            self.graphs, self.addresses = {}, addresses
         if (size, cut) not in self.graphs:
             self.graphs[size, cut] = self._capture(size, cut)
         return self.graphs[size, cut]
@@ -123,7 +123,7 @@ class Decoder:
         tiles = Tiles(self.first[:size], self.one[:size], start, positions[0], 1)
         now = Pass(self.cache, start + positions[0], spans=(), tiles=tiles)
         logits = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_pass=now
+            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_scheme=now
         ).logits[0]
         uniform = self.uniforms.index_select(0, self.step)[0, :size]
         filters = (self.top_k[:size], self.top_p[:size]) if cut else (None, None)

@@ -26,7 +26,7 @@ from memopd.engine.vllm import weights as weighing
 from memopd.engine.vllm.probe import first, probe
 from memopd.engine.vllm.servers import Fleet, Lost, Server
 from memopd.engine.vllm.weights import Score, StaleWeights, Weights, rounding_tolerance
-from memopd.engine.vllm.wire import BadAnswer, Heard, body, check_end
+from memopd.engine.vllm.wire import BadAnswer, Received, body, check_end
 from memopd.types import Floats, Ids, Sampling, StopReason
 
 __all__ = ["Score", "StaleWeights", "VllmEngine", "Weights", "rounding_tolerance"]
@@ -103,30 +103,30 @@ class VllmEngine:
                 ticket.cancel()
             raise
 
-    def submit(self, request: Request, heard: Callable[[int], None] | None = None) -> Ticket:
-        return self._submit(request, heard, stream=True)  # a stream, so that a cancelled one has its tokens so far
+    def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
+        return self._submit(request, on_token, stream=True)  # a stream, so that a cancelled one has its tokens so far
 
-    def _submit(self, request: Request, heard: Callable[[int], None] | None, stream: bool) -> Ticket:
+    def _submit(self, request: Request, on_token: Callable[[int], None] | None, stream: bool) -> Ticket:
         if not self._verified:
             raise ValueError(f"weights of version {self.version} are not verified: call update, then verify")
         check_end(request, self.tokenizer)  # here, so that a bad request raises where it is made
         payload = body(request, stream)
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # from here on only `cancel` ends it
-        told = Heard()
+        delivered = Received()
         tasks: list[asyncio.Task[Completion]] = []
 
         def finished(task: asyncio.Task[Completion]) -> None:
             self._tasks.discard(task)
             if task.cancelled():
-                future.set_result(self._aborted(told))
+                future.set_result(self._aborted(delivered))
             elif error := task.exception():
                 future.set_exception(error)
             else:
                 future.set_result(task.result())
 
         def start() -> None:
-            task = self._loop.create_task(self._complete(payload, told, heard))
+            task = self._loop.create_task(self._complete(payload, delivered, on_token))
             self._tasks.add(task)
             tasks.append(task)
             task.add_done_callback(finished)
@@ -141,16 +141,16 @@ class VllmEngine:
         return Ticket(future, cancel)
 
     async def _complete(
-        self, payload: dict[str, Any], told: Heard, heard: Callable[[int], None] | None = None
+        self, payload: dict[str, Any], delivered: Received, on_token: Callable[[int], None] | None = None
     ) -> Completion:
-        """One request, at as many servers as it takes. `told` is what `heard` was told, over all of them."""
+        """One request, at as many servers as it takes. `delivered` is what `on_token` got, over all of them."""
         trouble: Exception | None = None
         for _ in range(_TRIES):
             server = await self._fleet.acquire()
             try:
-                return self._completion(server, await self._ask(server, payload, told, heard))
-            except _Departed:
-                return self._aborted(told)
+                return self._completion(server, await self._ask(server, payload, delivered, on_token))
+            except _Diverged:
+                return self._aborted(delivered)
             except Lost as error:
                 self._fleet.lost(server, error)
                 trouble = error
@@ -159,32 +159,32 @@ class VllmEngine:
         raise ConnectionError(f"a request failed {_TRIES} times, last at {server.url}: {trouble}") from trouble
 
     async def _ask(
-        self, server: Server, payload: dict[str, Any], told: Heard, heard: Callable[[int], None] | None
-    ) -> Heard:
-        said = Heard()
+        self, server: Server, payload: dict[str, Any], delivered: Received, on_token: Callable[[int], None] | None
+    ) -> Received:
+        received = Received()
         try:
             async for choice in self._fleet.choices(server, payload):
-                new = said.take(choice)
+                new = received.take(choice)
                 if payload["stream"]:
-                    _tell(said, new, told, heard)
+                    _deliver(received, new, delivered, on_token)
         except BadAnswer as error:
             raise Lost(str(error)) from error
-        if said.stop is None:
+        if received.stop is None:
             raise Lost("the answer broke off")
-        return said
+        return received
 
-    def _completion(self, server: Server, said: Heard) -> Completion:
-        assert said.stop is not None
+    def _completion(self, server: Server, received: Received) -> Completion:
+        assert received.stop is not None
         if self._holds is not None:
-            if said.label != (wanted := weighing.label_of(self._holds, self.version)):
-                raise Lost(f"it sampled with weights {said.label!r} instead of {wanted!r}: was it restarted?")
-        elif said.label is not None:
-            self.version = weighing.version_of(said.label)  # whoever updates these servers, we follow
-        tokens, logprobs = said.arrays()
-        return Completion(tokens, logprobs, said.stop, self.version)
+            if received.label != (wanted := weighing.label_of(self._holds, self.version)):
+                raise Lost(f"it sampled with weights {received.label!r} instead of {wanted!r}: was it restarted?")
+        elif received.label is not None:
+            self.version = weighing.version_of(received.label)  # whoever updates these servers, we follow
+        tokens, logprobs = received.arrays()
+        return Completion(tokens, logprobs, received.stop, self.version)
 
-    def _aborted(self, told: Heard) -> Completion:
-        tokens, logprobs = told.arrays()
+    def _aborted(self, delivered: Received) -> Completion:
+        tokens, logprobs = delivered.arrays()
         return Completion(tokens, logprobs, StopReason.ABORTED, self.version)
 
     # Weights
@@ -287,8 +287,8 @@ class VllmEngine:
         return good
 
     async def _answers(self, server: Server, requests: Sequence[Request]) -> list[Completion]:
-        asked = (self._ask(server, body(r, stream=False), Heard(), None) for r in requests)
-        return [self._completion(server, said) for said in await asyncio.gather(*asked)]
+        asked = (self._ask(server, body(r, stream=False), Received(), None) for r in requests)
+        return [self._completion(server, received) for received in await asyncio.gather(*asked)]
 
     # Coming and going
 
@@ -340,18 +340,18 @@ class VllmEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-class _Departed(Exception):
-    """Sampled again elsewhere, a completion went another way than what its listener was told."""
+class _Diverged(Exception):
+    """Sampled again elsewhere, a completion went another way than the tokens that were delivered."""
 
 
-def _tell(said: Heard, new: list[int], told: Heard, heard: Callable[[int], None] | None) -> None:
-    """Passes on what nobody was told yet."""
-    for i, token in enumerate(new, len(said.tokens) - len(new)):
-        if i < len(told.tokens):
-            if token != told.tokens[i]:
-                raise _Departed
+def _deliver(received: Received, new: list[int], delivered: Received, on_token: Callable[[int], None] | None) -> None:
+    """Passes on the tokens that were not delivered yet."""
+    for i, token in enumerate(new, len(received.tokens) - len(new)):
+        if i < len(delivered.tokens):
+            if token != delivered.tokens[i]:
+                raise _Diverged
             continue
-        told.tokens.append(token)
-        told.logprobs.append(said.logprobs[i])
-        if heard:
-            heard(token)
+        delivered.tokens.append(token)
+        delivered.logprobs.append(received.logprobs[i])
+        if on_token:
+            on_token(token)

@@ -7,7 +7,7 @@ from typing import Any
 
 from memopd.engine.protocol import Request
 from memopd.engine.vllm.servers import Fleet, Lost, Server
-from memopd.engine.vllm.wire import GENERATE, Heard, body
+from memopd.engine.vllm.wire import GENERATE, Received, body
 from memopd.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -56,10 +56,10 @@ async def _check_logprobs(fleet: Fleet, server: Server, tokenizer: Any) -> None:
     prompt = tokenizer.encode(_TEXT, add_special_tokens=False)
     payload = body(Request(prompt, seed=0, sampling=Sampling(top_k=1, max_tokens=_TOKENS)), stream=False)
     payload["sampling_params"]["ignore_eos"] = True
-    said = Heard()
+    received = Received()
     async for choice in fleet.choices(server, payload):
-        said.take(choice)
-    if sum(abs(value) < 1e-6 for value in said.logprobs) <= _TOKENS / 2:
+        received.take(choice)
+    if sum(abs(value) < 1e-6 for value in received.logprobs) <= _TOKENS / 2:
         what = "returns log-probabilities of another distribution than it samples from"
         raise _wrong(server, what, "--logprobs-mode processed_logprobs")
 

@@ -31,8 +31,8 @@ class Refused(Exception):
 
 
 @dataclass(slots=True)
-class Heard:
-    """What a server has said of one completion so far."""
+class Received:
+    """What a server has sent of one completion so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -128,5 +128,5 @@ def failure(status: Any, text: str) -> BadAnswer | Refused:
 
 def reason(answer: Any) -> str:
     """What an error's body says."""
-    said = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
-    return str(said.get("message", said) if isinstance(said, dict) else said)
+    message = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
+    return str(message.get("message", message) if isinstance(message, dict) else message)

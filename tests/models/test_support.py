@@ -5,10 +5,10 @@ import torch
 import transformers
 from calls import mem1_calls
 
-from memopd.attention import check_length, reference_attention, sharing
 from memopd.attention.cascade import CascadePlan
-from memopd.attention.support import Sharing
 from memopd.compile import compile_calls
+from memopd.models.attention import Layer
+from memopd.models.support import Sharing, check_length, length_limit, reference_attention, rope_switch, sharing
 from memopd.score import decision_states
 from memopd.types import Call
 from memopd.verify import equivalence
@@ -133,4 +133,24 @@ def test_values_of_another_width_are_refused_by_cascade_with_the_alternative():
     packed = compile_calls(mem1_calls(0))
     q, v = torch.randn(1, 4, len(packed), 24), torch.randn(1, 4, len(packed), 16)
     with pytest.raises(ValueError, match="values as wide as keys: use attention='dense'"):
-        CascadePlan(packed, torch.device("cpu")).attend(q, q, v, 1.0, None, None, None)
+        CascadePlan(packed, torch.device("cpu")).attend(q, q, v, Layer(1.0))
+
+
+@pytest.mark.parametrize("rope", MODELS)
+def test_the_engine_stops_where_packs_are_refused(rope):
+    make, limit = MODELS[rope]
+    model = make()
+    assert rope_switch(model) == (rope, limit)
+    assert length_limit(model, None) == limit
+    assert length_limit(model, limit) == limit
+    with pytest.raises(ValueError, match=f"max_length must be 2 to {limit}"):
+        length_limit(model, limit + 1)
+
+
+def test_a_length_without_a_switch_is_the_models_own():
+    model = tiny_model("llama")
+    assert rope_switch(model) is None
+    assert length_limit(model, None) == 512
+    assert length_limit(model, 300) == 300
+    with pytest.raises(ValueError, match="max_length must be 2 to 512"):
+        length_limit(model, 1)

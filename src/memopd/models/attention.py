@@ -1,0 +1,220 @@
+"""One adapter to transformers: how an attention of ours reaches a model's layers.
+
+A *scheme* says how the rows of one forward pass attend. It travels as the keyword `memopd_scheme` of `model(...)`;
+transformers hands it, with each layer's queries, keys and values, to the function that is registered here under the
+name "memopd". No mask function is registered with it: transformers then makes no mask, while a registered one would
+look for restarted positions and cut branches off their prefix.
+
+    planned_attention   packs: the attention is ours inside the block
+    sampling_attention  the local engine: the same, without gradients, and nobody else may use the model
+    own_attention       references: the model as transformers runs it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softmax
+from transformers import AttentionInterface
+
+from memopd.models.support import reference_attention, sharing
+
+NAME = "memopd"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer asks of its attention, besides queries, keys and values."""
+
+    scale: float
+    window: int | None = None  # a row sees only keys less than so many positions back
+    softcap: float | None = None  # scores become cap · tanh(scores / cap)
+    sinks: Tensor | None = None  # [Hq], a score per head that takes its share of the softmax and gives nothing
+    module: nn.Module | None = None
+
+    @property
+    def index(self) -> int:
+        """Which layer it is. Read from the module: a number here would compile a graph for every layer."""
+        number: Any = getattr(self.module, "layer_idx", None)
+        assert number is not None
+        return int(number)
+
+
+class Scheme(Protocol):
+    """How the rows of one pass attend, in every layer."""
+
+    def attend(
+        self,
+        query: Tensor,  # [1, Hq, T, d]
+        key: Tensor,  # [1, Hkv, T, d]
+        value: Tensor,  # [1, Hkv, T, dv]
+        layer: Layer,
+    ) -> Tensor:  # [1, T, Hq, dv]
+        ...
+
+
+_HARMLESS = {"position_ids", "cache_position"}  # layers pass these on as well; a scheme knows its positions
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    memopd_scheme: Scheme | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer."""
+    if memopd_scheme is None:
+        raise ValueError(_no_scheme(module))
+    if attention_mask is not None:
+        raise ValueError("memopd attention takes no attention_mask: the plan says what each row sees")
+    if unknown := [name for name, value in rest.items() if isinstance(value, Tensor) and name not in _HARMLESS]:
+        raise ValueError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which memopd does not know"
+        )
+    if dropout:
+        raise ValueError("attention dropout must be 0: calls that share a row would share its mask")
+    if torch.is_autocast_enabled(query.device.type):  # rotary embeddings leave queries and keys in float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = memopd_scheme.attend(query, key, value, Layer(scale, sliding_window, softcap, s_aux, module))
+    if out.shape != (1, query.shape[2], query.shape[1], value.shape[3]):
+        expected = [1, query.shape[2], query.shape[1], value.shape[3]]
+        raise ValueError(
+            f"{type(memopd_scheme).__name__}.attend must return [1, rows, query heads, width], here {expected}; "
+            f"got {list(out.shape)}"
+        )
+    return out, None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def _no_scheme(module: nn.Module) -> str:
+    if any(module is part for model in list(_sampled) for part in model.modules()):
+        return _IN_USE
+    return (
+        "the model's attention is set to memopd but no plan came with the call: use memopd.score, or run it as "
+        "usual inside `with memopd.models.attention.own_attention(model):`"
+    )
+
+
+# ---- whose attention a model has ---------------------------------------------------------------------------------
+
+_sampled: WeakSet[nn.Module] = WeakSet()  # the models that an engine runs now
+_lock = Lock()
+_IN_USE = "the model is in use by memopd's engine, which has set its attention: run it when no request is open"
+
+
+@contextmanager
+def planned_attention(model: Any) -> Iterator[None]:
+    """Attention goes through schemes inside the block.
+
+    With gradient checkpointing, the backward pass runs the layers again and must find the same attention: then
+    it stays set. A later call without a plan says so instead of computing something else.
+    """
+    _check_free(model)
+    before = model.config._attn_implementation
+    if before == NAME:
+        yield
+        return
+    model.set_attn_implementation(NAME)
+    runs_again = False
+    try:
+        yield
+        runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
+    finally:
+        if not runs_again:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """The model as transformers runs it, never through us. Models that cannot share keep what they have."""
+    _check_free(model)
+    if not sharing(model).shared:
+        yield
+        return
+    with _implementation(model, reference_attention(model)):
+        yield
+
+
+@contextmanager
+def sampling_attention(model: Any) -> Iterator[None]:
+    """The model as the engine runs it: our attention, no dropout, no gradients; afterwards everything is as it was."""
+    with _lock:
+        if model in _sampled:
+            raise ValueError(
+                "this model is in use by another engine: wait until its requests are done, or use one engine"
+            )
+        _sampled.add(model)
+    try:
+        with _implementation(model, NAME), eval_mode(model), torch.inference_mode():
+            yield
+    finally:
+        _sampled.discard(model)
+
+
+@contextmanager
+def eval_mode(model: Any) -> Iterator[None]:
+    """In eval mode, module by module: a trainer may keep parts of its model in eval mode."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _implementation(model: Any, name: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _check_free(model: Any) -> None:
+    if model in _sampled:
+        raise ValueError(_IN_USE)
+
+
+# ---- the definition ----------------------------------------------------------------------------------------------
+
+
+def plain_attention(
+    query: Tensor,  # [..., H, n, d]
+    key: Tensor,  # [..., H, m, d], a head per query head
+    value: Tensor,  # [..., H, m, dv]
+    visible: Tensor,  # [n, m] bool
+    layer: Layer,
+) -> Tensor:  # [..., H, n, dv]
+    """Attention in products and a softmax: slow, and right for every kind of layer. `visible` knows the window."""
+    scores = query @ key.transpose(-2, -1) * layer.scale
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if layer.sinks is not None:
+        scores = torch.cat([scores, layer.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    weights = softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    if layer.sinks is not None:
+        weights = weights[..., :-1]  # the sink takes its share and gives nothing
+    return weights @ value

@@ -1,0 +1,128 @@
+"""Which models our attention can run, which run by themselves, and how long a call may be.
+
+Two things are asked of a model: every layer mixes rows through transformers' attention interface and nowhere else,
+and what a row computes depends on its ids and positions alone, not on the longest call beside it. Packs need both to
+share rows; the local engine needs both to keep keys and values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense"}
+DEFAULT_LENGTH = 8192  # tokens of a sequence; on a GPU the engine's cache is allocated at this length
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    shared: bool
+    reason: str  # why not; empty when shared
+
+
+def sharing(model: Any) -> Sharing:
+    """Whether this model's calls may share rows. Unshared calls run one by one: slower, and as exact."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or layers & {"linear_attention", "conv"}:
+        return Sharing(False, f"{name} has layers that carry state through time")
+    if not getattr(model, "_supports_attention_backend", False):
+        return Sharing(False, f"{name} does not use transformers' attention interface")
+    if other := layers - SUPPORTED_LAYERS:
+        return Sharing(False, f"{name} has layers of type {', '.join(sorted(other))}")
+    sources = _attention_sources(model)
+    if not all("**kwargs" in source for source in sources):
+        return Sharing(False, f"{name} does not hand keywords on to its attention")
+    if has_windows(config) and not all("sliding_window" in source for source in sources):
+        return Sharing(False, f"{name} keeps its sliding window in the mask alone")
+    return Sharing(True, "")
+
+
+def has_windows(config: Any) -> bool:
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ()) or bool(
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    )
+
+
+def _attention_sources(model: Any) -> list[str]:
+    """The source of the attention layers: the only place that shows what they pass on."""
+    kinds = {type(m) for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")}
+    return [_forward_source(kind) for kind in kinds]
+
+
+_sources: dict[type[Any], str] = {}
+
+
+def _forward_source(kind: type[Any]) -> str:
+    if kind not in _sources:
+        try:
+            _sources[kind] = inspect.getsource(kind.forward)
+        except OSError:
+            _sources[kind] = ""  # it cannot be read, so nothing is known to be passed on
+    return _sources[kind]
+
+
+def reference_attention(model: Any) -> str:
+    """The transformers attention that computes what the model means: sdpa, unless it would drop a part.
+
+    transformers' sdpa ignores soft caps (Gemma 2) and knows no sinks (gpt-oss).
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) or not getattr(model, "_supports_sdpa", False):
+        return "eager"
+    return "sdpa"
+
+
+def check_dropout(model: Any) -> None:
+    if model.training and any(
+        (isinstance(m, torch.nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0) for m in model.modules()
+    ):
+        raise ValueError(
+            "dropout must be 0 (calls that share a row would share its mask): set it to 0, or model.eval()"
+        )
+
+
+# ---- how far positions mean one thing ----------------------------------------------------------------------------
+
+
+def rope_switch(model: Any) -> tuple[str, int] | None:
+    """(rope type, length): where this model's rope changes its frequencies; None where it never does.
+
+    `dynamic` and `longrope` choose them from the longest position of a pass, so that past this length a token's state
+    depends on when it was computed: the sampler's, the packed and the independent one are three different things.
+    """
+    config = model.config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    switches = []
+    for rope in [part for part in ropes.values() if isinstance(part, dict)] or [ropes]:  # one per layer type, or one
+        kind = rope.get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+            switches.append((kind, original or config.max_position_embeddings))
+    return min(switches, key=lambda switch: switch[1], default=None)
+
+
+def check_length(model: Any, longest: int) -> None:
+    """Refuse calls past the length at which a rope type changes its frequencies."""
+    if (switch := rope_switch(model)) is not None and longest > switch[1]:
+        kind, limit = switch
+        raise ValueError(
+            f"a call of {longest} tokens passes the length of {limit} at which this model's {kind} rope changes "
+            "its frequencies: its sampled states cannot be rebuilt; keep calls shorter or use another rope type"
+        )
+
+
+def length_limit(model: Any, max_length: int | None) -> int:
+    """Tokens a sequence may have, prompt and completion: as asked, as far as the model's positions mean one thing."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_LENGTH
+    if (switch := rope_switch(model)) is not None:
+        limit = min(limit, switch[1])
+    if max_length is None:
+        return min(limit, DEFAULT_LENGTH)
+    if not 2 <= max_length <= limit:
+        raise ValueError(f"max_length must be 2 to {limit}, as far as this model's positions reach; got {max_length}")
+    return max_length
