@@ -3,10 +3,12 @@
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from calls import mem1_calls
 
+from benchmarks.attention import thin_trie, trie_of
 from memopd.attention import KERNELS, check_attention, make_plan, plan
 from memopd.attention.dense import DensePlan, visible
 from memopd.compile import compile_calls
@@ -97,10 +99,27 @@ def config_of(**more) -> SimpleNamespace:
     ],
 )
 def test_auto_chooses_by_model_device_precision_and_rows(config, device, dtype, rows, kernel):
-    chosen, why = plan.choose_attention(config_of(**config), device, dtype, rows)
+    pack = compile_calls([Call(np.arange(rows), [0])])
+    chosen, why = plan.choose_attention(config_of(**config), device, dtype, pack)
     assert chosen == kernel
     assert chosen in KERNELS
     assert why
+
+
+@pytest.mark.parametrize(
+    ("packed", "kernel"),
+    [
+        (thin_trie(4096, 8), "cascade"),
+        (thin_trie(4096, 64), "dense"),
+        (thin_trie(16384, 64), "flex"),
+        (trie_of(16384, 4, 64), "cascade"),
+        (trie_of(65536, 2, 64), "cascade"),
+    ],
+    ids=["few calls", "thin", "thin and large", "balanced", "balanced and large"],
+)
+def test_auto_leaves_thin_tries_to_the_kernel_that_is_faster_there(packed, kernel):
+    """As measured on an H200: benchmarks/results/attention-thin-h200.jsonl."""
+    assert plan.choose_attention(config_of(), "cuda", torch.bfloat16, packed)[0] == kernel
 
 
 def test_auto_logs_once_what_it_chose(packed, caplog, monkeypatch):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from memopd.attention.cascade import CascadePlan
+from memopd.attention.cascade import CascadePlan, nodes_of, paths_cost
 from memopd.attention.dense import DensePlan
-from memopd.attention.flex import FlexPlan
+from memopd.attention.flex import FlexPlan, flex_cost
 from memopd.compile import Packed
 from memopd.models.attention import Scheme
 from memopd.models.support import has_windows
@@ -38,7 +38,7 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Scheme:
     """The plan of `packed` for the kernel called `attention`; "auto" chooses one and says why."""
     parameter, config = next(model.parameters()), model.config.get_text_config()
     if attention == "auto":
-        attention, why = choose_attention(config, parameter.device.type, parameter.dtype, len(packed))
+        attention, why = choose_attention(config, parameter.device.type, parameter.dtype, packed)
         log_once(f"attention: {attention} ({why})")
     offered = (packed, parameter.device, parameter.dtype, config, has_windows(config))
     plan: Scheme = build(_SETTING, attention, _kernel(attention), dict(zip(_OFFERED, offered, strict=True)))
@@ -52,11 +52,14 @@ def _kernel(attention: str, setting: str = _SETTING) -> Any:
     return resolve(setting, attention, {"auto": None, **KERNELS}, ("attend",))
 
 
+# Thin tries, many short calls under a long prefix, are the one shape on which cascade is not the fastest on a GPU.
+DENSE_UP_TO = 4096  # rows; there a dense mask is faster than flex on thin tries
 CPU_CASCADE_FROM = 512  # rows; below it one dense mask is faster on a CPU (`python -m benchmarks attention`)
 
 
-def choose_attention(config: Any, device: str, dtype: torch.dtype, rows: int) -> tuple[str, str]:
-    """(kernel, why) for this model, device, precision and number of rows."""
+def choose_attention(config: Any, device: str, dtype: torch.dtype, packed: Packed) -> tuple[str, str]:
+    """(kernel, why) for this model, device, precision and pack."""
+    rows = len(packed)
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "v_head_dim", None) and getattr(config, "qk_head_dim", None) != config.v_head_dim:
@@ -81,7 +84,11 @@ def choose_attention(config: Any, device: str, dtype: torch.dtype, rows: int) ->
         )
     if head_dim % 8 or head_dim > 256:
         return "flex", f"a head dimension of {head_dim}"
-    return "cascade", "FlashAttention on trie paths"
+    if paths_cost(nodes_of(packed.exit)) <= flex_cost(packed):
+        return "cascade", "FlashAttention on trie paths"
+    if rows <= DENSE_UP_TO:
+        return "dense", f"many short calls under a long prefix, up to {DENSE_UP_TO} rows"
+    return "flex", "many short calls under a long prefix"
 
 
 _logged: set[str] = set()

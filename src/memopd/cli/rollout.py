@@ -128,7 +128,7 @@ def evaluate(
 
     sampling = Sampling(play.temperature, top_p, top_k, play.max_tokens)
     check(play)
-    agent_of = agents(play, sampling, str(grading))
+    agent_of = agents(play, sampling, grading)
     engine = f"{'vLLM' if play.servers else 'local'}, {'scripted' if play.policy else device()}"
 
     def sample(pairs: list[tuple[str, Any]], seed: int) -> Iterator[Any]:
