@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
 
 from benchmarks.timing import measure
 from memopd.score import Head, Target, vocabulary_scores
@@ -92,8 +94,10 @@ def run_head(
     product_seconds = measure(products, repeats).seconds
     arms = [_measure("memopd", everything, ours, clear, repeats, product_seconds)]
     if device == "cuda":
-        with all_compiled():
-            arms.append(_measure("memopd, compiled, no kernels", everything, ours, clear, repeats, product_seconds))
+        for name, any_length in (("any length", True), ("one length", False)):
+            with all_compiled(any_length):
+                arm = f"memopd, compiled for {name}"
+                arms.append(_measure(arm, everything, ours, clear, repeats, product_seconds))
     arms.append(_measure("naive PyTorch", everything, naive, clear, repeats))
     if (liger := _liger(states, weight, theirs, their_weight)) is not None:
         arms.append(_measure("Liger fused linear JSD", "KL only", liger, clear, repeats))
@@ -102,16 +106,27 @@ def run_head(
 
 
 @contextmanager
-def all_compiled() -> Iterator[None]:
-    """The same pass with what `torch.compile` makes of its two steps, in place of our kernels."""
+def all_compiled(any_length: bool) -> Iterator[None]:
+    """The same pass with what `torch.compile` makes of its two steps, in place of our kernels.
+
+    Where `any_length`, one compilation serves chunks of any length, as training needs it: packs end in shorter ones.
+    """
     from memopd.score import fused  # Triton exists only where there is a GPU
 
+    torch._dynamo.reset()
     compiled = torch.compile(_reduce), torch.compile(_differentiate)
 
+    def mark(dimension: int, *tensors: Tensor) -> None:
+        for x in tensors if any_length else ():
+            maybe_mark_dynamic(x, dimension)
+
     def reduce(z: Tensor, z_T: Tensor, tokens: Tensor, stats: Tensor, *_: Any) -> None:
+        mark(0, z, z_T, tokens)
         stats.copy_(compiled[0](z, z_T, tokens))
 
     def differentiate(z: Tensor, z_T: Tensor, tokens: Tensor, stats: Tensor, grads: Tensor, *_: Any) -> None:
+        mark(0, z, z_T, tokens)
+        mark(1, stats, grads)
         compiled[1](z, z_T, tokens, stats, grads)
 
     kernels = fused.reduce_logits, fused.differentiate_logits

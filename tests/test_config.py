@@ -108,7 +108,6 @@ def test_types_and_overrides(tmp_path):
         ("", {"run.keep": "0"}, "--run.keep: must be above 0, got 0"),
         ("", {"run.save_every": "0"}, "--run.save_every: must be above 0"),
         ("", {"sampling.temperature": "0"}, "--sampling.temperature: must be above 0"),
-        ("", {"optimise.algorithm": "grpo"}, "optimise.samples must be 2 or more"),
     ],
 )
 def test_one_line_for_what_is_wrong(tmp_path, text, overrides, complaint):

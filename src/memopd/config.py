@@ -16,9 +16,9 @@ import logging
 import tomllib
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
 from memopd import schema
@@ -191,15 +191,6 @@ class RunConfig:
     teacher: TeacherConfig = TeacherConfig()
     sft: SftConfig = SftConfig()
     run: RunSettings = RunSettings()
-
-    @model_validator(mode="after")
-    def _check_groups(self) -> Self:
-        algorithm = self.optimise.algorithm
-        if algorithm in ("grpo", "rloo", "gspo") and self.optimise.samples < 2 and not self.sampling.replay:
-            raise ValueError(
-                f'optimise.algorithm: "{algorithm}" compares the episodes of a task: optimise.samples must be 2 or more'
-            )
-        return self
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

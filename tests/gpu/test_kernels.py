@@ -8,7 +8,7 @@ from memopd.attention.cascade import CascadePlan
 from memopd.attention.dense import DensePlan
 from memopd.attention.flex import FlexPlan
 from memopd.models.attention import Layer
-from memopd.score import Head, Target, vocabulary_scores
+from memopd.score import Head, Target, divergence_of, vocabulary_scores
 from memopd.score.vocabulary import reference_scores
 from memopd.verify import equivalence, gradient_equivalence
 from memopd.verify.families import FAMILIES, tiny_model
@@ -81,7 +81,8 @@ def test_flex_compiles_once_for_packs_of_many_sizes():
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vocabulary_pass(dtype, bias, softcap, vocabulary, theirs):
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd:0.3", "top_k:16"])
+def test_vocabulary_pass(divergence, dtype, bias, softcap, vocabulary, theirs):
     """At most twice the error of plain PyTorch at the same precision, against float64; chunks and groups crossed."""
     torch.manual_seed(0)
     D, H, H_T = 700, 256, 384
@@ -100,10 +101,10 @@ def test_vocabulary_pass(dtype, bias, softcap, vocabulary, theirs):
         return [*(o.detach() for o in outputs), *torch.autograd.grad(total, leaves)]
 
     def plain(head, s, teacher, ts):
-        return reference_scores(head, s, tokens, 0.7, teacher, ts)
+        return reference_scores(head, s, tokens, 0.7, teacher, ts, divergence_of(divergence))
 
     def fused(head, s, teacher, ts):
-        made = vocabulary_scores(head, s, tokens, 0.7, Target(teacher, ts), chunk=100)
+        made = vocabulary_scores(head, s, tokens, 0.7, Target(teacher, ts, divergence_of(divergence)), chunk=100)
         return made.logprob, made.entropy, made.divergence
 
     exact = run(torch.float64, plain)

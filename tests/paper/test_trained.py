@@ -117,7 +117,7 @@ def test_the_command_makes_tables_of_what_is_there(work, tmp_path):
     assert done.stdout.split() == [str(tmp_path / "out" / f"main{suffix}") for suffix in (".json", ".md", ".png")]
     made, text = read(tmp_path / "out")
     assert "| MemOPD − PPO | Q2 F1 | +0.500 | +40.0 % | 2 of 2 |" in text
-    assert made["command"].startswith("python -m paper ")
+    assert made["command"].startswith("python -m paper")
     two = CliRunner().invoke(app, ["main", "single", *map(str, places)])
     assert "--config is of one experiment" in str(two.exception)
 

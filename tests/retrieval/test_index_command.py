@@ -59,7 +59,7 @@ def test_info_for_a_person(folder):
 
 def test_skipped_rows_are_counted(corpus, tmp_path):
     (tmp_path / "corpus.jsonl").write_bytes(corpus.read_bytes() + b"{\n[]\n")
-    with pytest.raises(ValueError, match=r"corpus\.jsonl: line 301: not JSON"):
+    with pytest.raises(ValueError, match=r"corpus\.jsonl: line 301: not a line of JSON"):
         memopd("index", "build", tmp_path / "corpus.jsonl", "-o", tmp_path / "index")
     done = memopd("index", "build", tmp_path / "corpus.jsonl", "-o", tmp_path / "index", "--skip-bad")
     assert done.output == f"{tmp_path / 'index'}: 300 passages, 2 malformed rows skipped\n"

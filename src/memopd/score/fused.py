@@ -1,7 +1,8 @@
 """The vocabulary pass on a GPU: each chunk's logits are read once forward and once backward, by two Triton kernels.
 
 Same results as `vocabulary.reference_scores`; the products with the head's weights stay with cuBLAS. What
-`torch.compile` makes of the same two steps takes 5 to 7 % longer (`python -m benchmarks head`). Per chunk:
+`torch.compile` makes of the same two steps takes up to 7 % longer (`python -m benchmarks head`, and
+benchmarks/README.md). Per chunk:
 
     forward    z = states @ W.T, z_T likewise   -> row sums -> log p(a), entropy, reverse KL
     backward   z and z_T again                  -> dz over z, in place; then per group of chunks

@@ -25,9 +25,9 @@ from memopd.train.update import update
 
 def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, float]:
     """Train to the end of `config` and return the last metrics. Everything is under `output`."""
-    check_parts(config.tasks, needs_index=not config.sampling.replay)
     check_objective(config)
     check_attention(config.model.attention)
+    check_parts(config.tasks, needs_index=not config.sampling.replay)
     with ranks.joined() as device:
         run = open_run(output, config, resume)
         learner = build(config, device)
