@@ -122,7 +122,7 @@ def serving(engine: Any, store: Path, **settings: Any) -> Iterator[str]:
             thread.join(20)
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
