@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,13 @@ def test_plain_pyarrow_reads_it(tmp_path: Path) -> None:
     assert (row["episode"], row["task"], row["call"], row["reward"]) == ("e1", "task-0", 1, 1 / 3)
     assert row["prompt"] == call.prompt.tolist()
     assert row["segments"][1] == {"kind": "memory", "start": 10, "stop": 15, "source": 0}
+
+
+def test_every_field_of_the_types_has_one_column() -> None:
+    held = {"call": Call, "episode": Episode, "episode.sampling": Sampling}
+    kept = [f"{name}.{f.name}" for name, type_ in held.items() for f in fields(type_)]
+    kept = [f for f in kept if f not in ("call.name", "episode.calls", "episode.sampling")]  # "number" stands for calls
+    assert sorted(column.source for column in store._COLUMNS) == sorted([*kept, "number"])
 
 
 # Directories and names.

@@ -11,12 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from io import BufferedRandom
 from itertools import count, groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import numpy as np
@@ -27,53 +30,48 @@ from memopd.files import sync
 from memopd.types import Call, Episode, Sampling, Segment
 
 Row: TypeAlias = dict[str, Any]  # column to value
-Column: TypeAlias = tuple[str, Any, bool, Callable[[Episode, int, Call], Any]]
+
+
+class Column(NamedTuple):
+    name: str
+    type: Any
+    source: str  # the attribute of a call, of its episode or of the episode's sampling
+    nullable: bool = False
+
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 _IDS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float64())
-_SEGMENT = pa.struct({"kind": pa.string(), "start": pa.int32(), "stop": pa.int32(), "source": pa.int32()})
-_OF_SEGMENT = [field.name for field in _SEGMENT]
+_SEGMENTS = pa.list_(pa.struct({"kind": _TEXT, "start": pa.int32(), "stop": pa.int32(), "source": pa.int32()}))
 
-# Name, type, whether it may be null, and its value for call t of an episode.
-_COLUMNS: list[Column] = [
-    ("episode", _TEXT, False, lambda e, t, c: e.id),
-    ("task", _TEXT, False, lambda e, t, c: e.task_id),
-    ("call", pa.int32(), False, lambda e, t, c: t),
-    ("prompt", _IDS, False, lambda e, t, c: c.prompt),
-    ("completion", _IDS, False, lambda e, t, c: c.completion),
-    ("logprobs", _LOGPROBS, True, lambda e, t, c: c.logprobs),
-    ("stop", _TEXT, True, lambda e, t, c: c.stop),
-    ("reward", _FLOAT, False, lambda e, t, c: c.reward),
-    ("trainable", pa.bool_(), False, lambda e, t, c: c.trainable),
-    ("purpose", _TEXT, False, lambda e, t, c: c.purpose),
-    ("policy_version", _INT, False, lambda e, t, c: c.policy_version),
-    (
-        "segments",
-        pa.list_(_SEGMENT),
-        False,
-        lambda e, t, c: [{f: getattr(s, f) for f in _OF_SEGMENT} for s in c.segments],
-    ),
-    # The episode's own, the same on each of its rows.
-    ("episode_reward", _FLOAT, False, lambda e, t, c: e.reward),
-    ("temperature", _FLOAT, False, lambda e, t, c: e.sampling.temperature),
-    ("top_p", _FLOAT, False, lambda e, t, c: e.sampling.top_p),
-    ("top_k", _INT, False, lambda e, t, c: e.sampling.top_k),
-    ("max_tokens", _INT, True, lambda e, t, c: e.sampling.max_tokens),
-    ("seed", _INT, True, lambda e, t, c: e.seed),
-    ("started", _FLOAT, True, lambda e, t, c: e.started),
-    ("ended", _FLOAT, True, lambda e, t, c: e.ended),
-    ("memory", _TEXT, False, lambda e, t, c: e.memory),
+# The only list of the recorded fields: the Arrow schema, the writer, the reader and the importer all follow it.
+_COLUMNS = [
+    Column("episode", _TEXT, "episode.id"),
+    Column("task", _TEXT, "episode.task_id"),
+    Column("call", pa.int32(), "number"),
+    Column("prompt", _IDS, "call.prompt"),
+    Column("completion", _IDS, "call.completion"),
+    Column("logprobs", _LOGPROBS, "call.logprobs", nullable=True),
+    Column("stop", _TEXT, "call.stop", nullable=True),
+    Column("reward", _FLOAT, "call.reward"),
+    Column("trainable", pa.bool_(), "call.trainable"),
+    Column("purpose", _TEXT, "call.purpose"),
+    Column("policy_version", _INT, "call.policy_version"),
+    Column("segments", _SEGMENTS, "call.segments"),
+    # The fields of the episode are the same on each of its rows.
+    Column("episode_reward", _FLOAT, "episode.reward"),
+    Column("temperature", _FLOAT, "episode.sampling.temperature"),
+    Column("top_p", _FLOAT, "episode.sampling.top_p"),
+    Column("top_k", _INT, "episode.sampling.top_k"),
+    Column("max_tokens", _INT, "episode.sampling.max_tokens", nullable=True),
+    Column("seed", _INT, "episode.seed", nullable=True),
+    Column("started", _FLOAT, "episode.started", nullable=True),
+    Column("ended", _FLOAT, "episode.ended", nullable=True),
+    Column("memory", _TEXT, "episode.memory"),
 ]
 _VERSION = b"1"
-SCHEMA = pa.schema(
-    [pa.field(name, type_, nullable) for name, type_, nullable, _ in _COLUMNS],
-    metadata={b"memopd.schema": _VERSION},
-)
-_REQUIRED = [name for name, _, nullable, _ in _COLUMNS if not nullable]
-_OF_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
-_OF_EPISODE = ("seed", "started", "ended", "memory")
-_SHARED = ("task", "episode_reward", *_OF_SAMPLING, *_OF_EPISODE)
-_OF_CALL = ("prompt", "completion", "logprobs", "stop", "reward", "trainable", "purpose", "policy_version")
+SCHEMA = pa.schema([pa.field(c.name, c.type, c.nullable) for c in _COLUMNS], metadata={b"memopd.schema": _VERSION})
+_REQUIRED = [c.name for c in _COLUMNS if not c.nullable]
+_SHARED = [c.name for c in _COLUMNS if c.source.startswith("episode.")]
 
 # A row group is a few MB however long the calls are. Writer and reader hold one at a time.
 _GROUP_TOKENS, _GROUP_CALLS = 1 << 20, 1 << 14
@@ -184,18 +182,21 @@ def assemble(path: Path, rows: Iterable[tuple[str, Row]]) -> Iterator[Episode]:
 
 
 def _call(name: str, row: Row) -> Call:
-    segments = row.get("segments", ())
+    fields = _fields("call", row)
+    segments = fields.pop("segments", ())
     if any(s is None or None in (s["kind"], s["start"], s["stop"]) for s in segments):
         raise ValueError("segments: kind, start and stop must not be null")
-    given = {f: row[f] for f in _OF_CALL if f in row}
-    return Call(**given, segments=tuple(Segment(**s) for s in segments), name=name)
+    return Call(**fields, segments=tuple(Segment(**s) for s in segments), name=name)
 
 
 def _episode(id: str, calls: list[Call], shared: Row) -> Episode:
-    task = shared.get("task", id)  # of no known task: a group of its own
-    sampling = Sampling(**{f: shared[f] for f in _OF_SAMPLING if f in shared})
-    rest = {f: shared[f] for f in _OF_EPISODE if f in shared}
-    return Episode(id, task, tuple(calls), shared.get("episode_reward", 0.0), sampling, **rest)
+    fields = {"task_id": id} | _fields("episode", shared)  # without a task, the episode is a group of its own
+    return Episode(**fields, calls=tuple(calls), sampling=Sampling(**_fields("episode.sampling", shared)))
+
+
+def _fields(owner: str, row: Row) -> dict[str, Any]:
+    sources = ((c.name, *c.source.rpartition(".")) for c in _COLUMNS)
+    return {field: row[name] for name, of, _, field in sources if of == owner and name in row}
 
 
 def _located(path: Path, place: str, name: str, error: Exception) -> StoreError:
@@ -211,7 +212,7 @@ def _write(file: BufferedRandom, path: Path, episodes: Iterable[Episode]) -> int
         file,
         SCHEMA,
         compression="zstd",
-        use_dictionary=[name for name, type_, _, _ in _COLUMNS if type_ == _TEXT],
+        use_dictionary=[column.name for column in _COLUMNS if column.type == _TEXT],
         use_byte_stream_split=["logprobs.list.element"],
         write_page_checksum=True,
     ) as writer:
@@ -231,24 +232,26 @@ def _write(file: BufferedRandom, path: Path, episodes: Iterable[Episode]) -> int
 
 
 def _batch(path: Path, episodes: list[Episode]) -> Any:
-    rows = [(e, t, c) for e in episodes for t, c in enumerate(e.calls)]
+    rows = [SimpleNamespace(episode=e, number=t, call=c) for e in episodes for t, c in enumerate(e.calls)]
     arrays = []
-    for name, type_, nullable, value in _COLUMNS:
+    for column in _COLUMNS:
         try:
-            array = _array([value(*row) for row in rows], type_)
-            if array.null_count and not nullable:
+            array = _array(list(map(attrgetter(column.source), rows)), column.type)
+            if array.null_count and not column.nullable:
                 raise ValueError("must not be None")
         except (ValueError, TypeError, OverflowError) as error:
             for episode in episodes if len(episodes) > 1 else ():
-                _batch(path, [episode])  # the one that is at fault raises
-            raise StoreError(f"{path}: episode {episodes[0].id!r}: {name}: {error}") from None
+                _batch(path, [episode])  # raises for the episode with the wrong value
+            raise StoreError(f"{path}: episode {episodes[0].id!r}: {column.name}: {error}") from None
         arrays.append(array)
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
 
 def _array(values: list[Any], type_: Any) -> Any:
+    if type_ == _SEGMENTS:
+        values = [[asdict(segment) for segment in segments] for segments in values]
     if type_ not in (_IDS, _LOGPROBS):
-        return pa.array(values, type_, from_pandas=True)  # a time that is NaN is one that is not known
+        return pa.array(values, type_, from_pandas=True)  # reads a NaN as null: an unknown time
     offsets = np.cumsum([0] + [0 if v is None else len(v) for v in values], dtype=np.int32)
     flat = np.concatenate([np.empty(0, type_.value_type.to_pandas_dtype()), *(v for v in values if v is not None)])
     return pa.ListArray.from_arrays(offsets, pa.array(flat), mask=pa.array([v is None for v in values]))
