@@ -220,19 +220,22 @@ class Ledger:
 def episode_of(name: str, live: _Unfinished) -> Episode:
     """The recorded calls in order of arrival, as one episode.
 
-    An episode has one distribution that its completions were drawn from. Of several the one with the most calls
-    counts, an unrestricted one first; calls drawn otherwise stay as context and say how they were drawn.
+    An episode records one distribution for all its completions. If its calls were sampled from several, the most
+    frequent one is recorded, and an unrestricted one takes precedence. The other calls stay in the episode as context:
+    their log-probabilities belong to another distribution, so they are not trainable.
     """
     assert live.outcome is not None
     recorded = sorted(live.calls, key=lambda r: r.number)
-    distribution = _distribution(recorded)
-    calls = []
-    for r in recorded:
-        call = r.call
-        if (how := _drawn(r.sampling)) != distribution:
-            purpose = "drawn with temperature {}, top_p {}, top_k {}".format(*how)
-            call = replace(call, trainable=False, purpose=purpose)
-        calls.append(call)
+    distribution = _main_distribution(recorded)
+    differs = [_distribution(r.sampling) != distribution for r in recorded]
+    calls = [replace(r.call, trainable=False) if d else r.call for r, d in zip(recorded, differs, strict=True)]
+    if any(differs):
+        first = differs.index(True)
+        how = "temperature {}, top_p {}, top_k {}".format
+        log.warning(
+            "episode %s: %d of %d calls are context only: the episode was sampled with %s, but call %d with %s",
+            name, sum(differs), len(calls), how(*distribution), first, how(*_distribution(recorded[first].sampling)),
+        )  # fmt: skip
     limits = [r.sampling.max_tokens for r in recorded]
     limit = None if None in limits else max(n for n in limits if n is not None)
     seeds = {r.seed for r in recorded}
@@ -248,13 +251,13 @@ def episode_of(name: str, live: _Unfinished) -> Episode:
     )
 
 
-def _distribution(recorded: list[Recorded]) -> tuple[float, float, int]:
-    whole = [r for r in recorded if r.call.stop is not StopReason.ABORTED] or recorded
-    counts = Counter(_drawn(r.sampling) for r in whole)
-    return max(counts, key=lambda how: (how[1:] == (1.0, 0), counts[how]))  # the first of equals
+def _main_distribution(recorded: list[Recorded]) -> tuple[float, float, int]:
+    complete = [r for r in recorded if r.call.stop is not StopReason.ABORTED] or recorded
+    counts = Counter(_distribution(r.sampling) for r in complete)
+    return max(counts, key=lambda d: (d[1:] == (1.0, 0), counts[d]))  # max takes the first among equals
 
 
-def _drawn(sampling: Sampling) -> tuple[float, float, int]:
+def _distribution(sampling: Sampling) -> tuple[float, float, int]:
     return sampling.temperature, sampling.top_p, sampling.top_k
 
 
