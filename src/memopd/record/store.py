@@ -1,9 +1,9 @@
-"""The episode store: Parquet, one row a call, so that pandas, polars and `datasets` open it as it is.
+"""The episode store: Parquet with one row per call, which pandas, polars and `datasets` can open.
 
     A: "PAR1", row groups   |   sha256 of A and F, 32 bytes   |   F: footer, its length, "PAR1"
 
-A Parquet reader finds the footer from the end of the file and all else by absolute offsets, so nobody but this
-module sees the digest. Page checksums cover the pages alone; the digest covers every bit of the file.
+A Parquet reader finds the footer from the end of the file and everything else by absolute offsets, so other readers
+skip the digest. Parquet's own checksums cover only the pages; the digest covers every bit of the file.
 """
 
 from __future__ import annotations
@@ -73,24 +73,24 @@ SCHEMA = pa.schema([pa.field(c.name, c.type, c.nullable) for c in _COLUMNS], met
 _REQUIRED = [c.name for c in _COLUMNS if not c.nullable]
 _SHARED = [c.name for c in _COLUMNS if c.source.startswith("episode.")]
 
-# A row group is a few MB however long the calls are. Writer and reader hold one at a time.
+# A row group is a few MB, however long the calls are. The writer and the reader hold one in memory at a time.
 _GROUP_TOKENS, _GROUP_CALLS = 1 << 20, 1 << 14
-_UNREADABLE = (pa.ArrowException, OSError, UnicodeError, MemoryError)  # what Arrow makes of damaged bytes
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeError, MemoryError)  # the errors that Arrow raises for damaged bytes
 _MAGIC, _DIGEST_BYTES, _HASH_CHUNK = b"PAR1", 32, 1 << 20
 
 
 class StoreError(ValueError):
-    """Recorded calls that cannot be used: one line that names the file and, where there is one, the row."""
+    """Recorded calls cannot be used. The message is one line that names the file and, where possible, the row."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
 
 
 def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: bool = False) -> int:
-    """Write a store and return the number of episodes. All of it appears at `path`, durable, or none of it.
+    """Write a store and return the number of episodes. If it fails, nothing appears at `path`.
 
-    `name.parquet` is one file, replaced only with `overwrite`; any other path is a directory that gets one more
-    part. `episodes` is consumed as it is written: a generator of any length will do.
+    `name.parquet` is one file, which is replaced only with `overwrite`. Any other path is a directory, and each call
+    adds a part to it. `episodes` may be a generator of any length: one row group at a time is in memory.
     """
     path = Path(path)
     single = path.suffix == ".parquet"
@@ -99,7 +99,7 @@ def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: 
     if single and path.exists() and not overwrite:
         raise StoreError(f"{path}: exists already; choose another name or remove it (overwrite=True from Python)")
     directory = path.parent if single else path
-    made = [d for d in (directory, *directory.parents) if not d.exists()]
+    created = [d for d in (directory, *directory.parents) if not d.exists()]
     temporary = directory / f".{path.stem}.{uuid4().hex}.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -108,22 +108,22 @@ def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: 
             _seal(file)
         sync(temporary)
         _publish(temporary, path, overwrite)
-        for changed in (directory, *(d.parent for d in made)):
+        for changed in (directory, *(d.parent for d in created)):
             sync(changed)
-    except BaseException:  # whatever it was, an interrupt too, leaves nothing behind
-        with suppress(OSError):  # a directory that somebody else uses by now stays
+    except BaseException:  # clean up after an interrupt too
+        with suppress(OSError):  # keep a directory that another process uses by now
             temporary.unlink(missing_ok=True)
-            for directory in made:
+            for directory in created:
                 directory.rmdir()
         raise
     return written
 
 
 def read_episodes(path: str | Path) -> Iterator[Episode]:
-    """The episodes of one file, or of a directory's *.parquet in the order of their names.
+    """Yield the episodes of one file, or of a directory's *.parquet in the order of their names.
 
-    A file is checked as a whole before its first episode is given out. Token ids and log-probabilities are
-    read-only views of their row group, not copies.
+    Each file is checked completely before its first episode. Token ids and log-probabilities are read-only views of
+    their row group, not copies.
     """
     path = Path(path)
     if not path.exists():
@@ -135,10 +135,10 @@ def read_episodes(path: str | Path) -> Iterator[Episode]:
 
 
 def _read_files(files: list[Path]) -> Iterator[Episode]:
-    home: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         for episode in _read_file(file):
-            if (before := home.setdefault(episode.id, file)) != file:
+            if (before := file_of.setdefault(episode.id, file)) != file:
                 raise StoreError(
                     f"{file}: episode {episode.id!r} is in {before.name} already; remove one of the two files"
                 )
@@ -146,9 +146,9 @@ def _read_files(files: list[Path]) -> Iterator[Episode]:
 
 
 def assemble(path: Path, rows: Iterable[tuple[str, Row]]) -> Iterator[Episode]:
-    """Rows, each with its place ("row 17"), to episodes, checked by the types.
+    """Build episodes from rows. Each row comes with its place ("row 17"), which errors name.
 
-    A row may leave out what has a default. What it says of its episode must agree with the rows before.
+    A row may omit fields that have a default. The rows of an episode must agree about the episode's own fields.
     """
     seen: set[str] = set()
     for id, group in groupby(rows, key=lambda placed: placed[1]["episode"]):
@@ -164,9 +164,9 @@ def assemble(path: Path, rows: Iterable[tuple[str, Row]]) -> Iterator[Episode]:
                     if field in row and row[field] is None:
                         raise ValueError(f"{field}: must not be null")
                 if id in seen:
-                    raise ValueError("the episode's calls must be consecutive, and others have come between")
+                    raise ValueError("the episode's calls must be consecutive, but those of another are in between")
                 if t != len(calls):
-                    raise ValueError(f"call {len(calls)} must come here: each in its order, none left out")
+                    raise ValueError(f"call {len(calls)} must come here: calls must be complete and in order")
                 for field in _SHARED:
                     if field in row and shared.setdefault(field, row[field]) != row[field]:
                         raise ValueError(f"{field}: {row[field]!r} here, {shared[field]!r} earlier in the episode")
@@ -200,7 +200,7 @@ def _fields(owner: str, row: Row) -> dict[str, Any]:
 
 
 def _located(path: Path, place: str, name: str, error: Exception) -> StoreError:
-    message = str(error)  # names the call already where the types know it
+    message = str(error)  # errors of `Call` and `Episode` begin with the name already
     return StoreError(f"{path}: {place}: " + (message if message.startswith(name) else f"{name}: {message}"))
 
 
@@ -275,15 +275,15 @@ def _publish(temporary: Path, path: Path, overwrite: bool) -> None:
         numbers = [int(p.stem[5:]) for p in path.glob("part-*.parquet") if p.stem[5:].isdecimal()]
         parts = (path / f"part-{n:05d}.parquet" for n in count(max(numbers, default=-1) + 1))
         while not _rename_new(temporary, next(parts)):
-            pass  # another writer was faster
+            pass  # another writer took this number
     elif overwrite:
         os.replace(temporary, path)
     elif not _rename_new(temporary, path):
-        raise StoreError(f"{path}: somebody else wrote it meanwhile; pass overwrite=True to replace it")
+        raise StoreError(f"{path}: another process wrote it meanwhile; pass overwrite=True to replace it")
 
 
 def _rename_new(temporary: Path, target: Path) -> bool:
-    """Rename, but never over an existing file: os.replace alone would."""
+    """Rename without replacing an existing file, which os.replace would do. Return whether it worked."""
     try:
         os.link(temporary, target)
     except FileExistsError:
@@ -308,14 +308,14 @@ def _read_file(path: Path) -> Iterator[Episode]:
             if intact:
                 yield from episodes
             else:
-                deque(episodes, maxlen=0)  # a bad row or another schema says more than a bad checksum
+                deque(episodes, maxlen=0)  # prefer an error about a row or the schema, which says more
         except _UNREADABLE as error:
             if intact:
                 raise StoreError(f"{path}: cannot be read as Parquet: {error}") from None
         if not intact:
             raise StoreError(
                 f"{path}: checksum does not match: the file is damaged, or another program wrote it; restore it "
-                "from a copy, or bring what was changed on purpose in as JSON lines (memopd.record.import_calls)"
+                "from a copy, or import an intended change as JSON lines (memopd.record.import_calls)"
             )
 
 
@@ -351,7 +351,7 @@ def _rows(path: Path, source: Any) -> Iterator[tuple[str, Row]]:
 def _values(column: Any) -> list[Any]:
     if column.type not in (_IDS, _LOGPROBS):
         return list(column.to_pylist())
-    # A null among the ids is then refused as a negative id, one among the log-probabilities as not finite.
+    # `Call` then refuses a null id as negative and a null log-probability as not finite.
     flat = (column.values.fill_null(-1) if column.type == _IDS else column.values).to_numpy(zero_copy_only=False)
     values: list[Any] = [flat[start:stop] for start, stop in pairwise(column.offsets.to_pylist())]
     for null in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) if column.null_count else ():
@@ -365,8 +365,8 @@ def _check_schema(path: Path, schema: Any) -> None:
         raise StoreError(f"{path}: not an episode store of version 1: its metadata has memopd.schema {version!r}")
     found, wanted = ({field.name: field.type for field in fields} for fields in (schema, SCHEMA))
     for name in wanted | found:
-        here, must = found.get(name, "missing"), wanted.get(name, "missing")
-        if here != must:
-            raise StoreError(f"{path}: another schema: column {name!r} is {here}, must be {must}")
+        actual, expected = found.get(name, "missing"), wanted.get(name, "missing")
+        if actual != expected:
+            raise StoreError(f"{path}: another schema: column {name!r} is {actual}, must be {expected}")
     if len(found) < len(schema):
-        raise StoreError(f"{path}: another schema: two columns have one name")
+        raise StoreError(f"{path}: another schema: two columns have the same name")
