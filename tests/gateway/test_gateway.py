@@ -181,8 +181,8 @@ def test_drift_is_reported_where_it_begins(tmp_path, caplog):
     assert summary["drift"] == [{"call": 1, "replies": 1, "drifted": 1, "first": position}]
     assert summary["calls"] == 2
     assert not summary["finished"]
-    told = "1 of 1 earlier replies came back as other ids than were sampled"
-    assert lines(caplog) == [f"episode e1: call 1: {told}, first at position {position}"]
+    drifted = "1 of 1 earlier replies came back as other ids than were sampled"
+    assert lines(caplog) == [f"episode e1: call 1: {drifted}, first at position {position}"]
 
 
 # What is honoured, and what is refused.
