@@ -62,7 +62,7 @@ class Shape(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """An unknown field is an error of its object: the log shows the place, and the field's name is the client's."""
+        """Report an unknown field at its object: logs show the place of an error, and the client chose the name."""
         if not isinstance(given, dict):
             return given
         fields = {name: value for name, value in given.items() if value not in cls.empty and name not in cls.ignored}

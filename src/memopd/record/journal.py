@@ -42,7 +42,7 @@ class JournalError(ValueError):
 
 
 class Journal:
-    """Numbered segment files in a directory of their own. You may call `append` from any thread.
+    """Numbered segment files in a directory of their own. You may call `append` from any thread. A full segment is sealed.
 
     Callers that wait at the same time share one fsync: a thread takes all queued records, writes them, makes them
     durable, and only then resolves their futures.
@@ -96,7 +96,7 @@ class Journal:
     def append(self, payload: bytes, on_durable: Callable[[Future[int]], None] | None = None) -> Future[int]:
         """Write a record. The future resolves to the number of its segment as soon as the record is durable.
 
-        The journal calls `on_durable` with the future before it seals that segment.
+        The journal calls `on_durable` with the future, also if writing failed, before it seals that segment.
         """
         if not payload or self._closed:
             raise ValueError("the journal is closed" if self._closed else "a record must not be empty")

@@ -87,7 +87,7 @@ class StoreError(ValueError):
 
 
 def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: bool = False) -> int:
-    """Write a store and return the number of episodes. If it fails, nothing appears at `path`.
+    """Write a store durably and return the number of episodes. If this fails, `path` stays as it was.
 
     `name.parquet` is one file, which is replaced only with `overwrite`. Any other path is a directory, and each call
     adds a part to it. `episodes` may be a generator of any length: one row group at a time is in memory.
