@@ -42,7 +42,7 @@ class JournalError(ValueError):
 
 
 class Journal:
-    """Numbered segment files in a directory of their own. You may call `append` from any thread. A full segment is sealed.
+    """Numbered segment files in a directory of their own. A full one is sealed. `append` is thread-safe.
 
     Callers that wait at the same time share one fsync: a thread takes all queued records, writes them, makes them
     durable, and only then resolves their futures.
