@@ -1,6 +1,6 @@
-"""What the gateway's tests stand on: a small tokenizer, an engine that says what it is told, a server in a thread.
+"""Parts for the gateway's tests: a small tokenizer, a scripted engine, and a server in a thread.
 
-Run as a program it is a server of its own, to be killed:  gateway_parts.py STORE PORT
+As a program, it is a server for tests that kill it:  gateway_parts.py STORE PORT
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def letters(text: str) -> list[int]:
 
 
 class Scripted:
-    """Says what `say` tells it to, an id every `pace` seconds, each request in a thread of its own."""
+    """An engine that samples what `say` returns, one id per `pace` seconds, each request in its own thread."""
 
     def __init__(self, say: Say, pace: float = 0.0) -> None:
         self.tokenizer = tokenizer()
         self.version = 3
         self.requests: list[Request] = []
         self.cancelled = 0
-        self.go = threading.Event()  # cleared: nobody who is held says anything
+        self.go = threading.Event()  # while it is cleared, requests that are `held` sample nothing
         self.go.set()
         self.held: Callable[[Request], bool] = lambda request: True
         self._say, self._pace = say, pace
@@ -107,7 +107,7 @@ class Scripted:
 @contextmanager
 def serving(engine: Any, store: Path, **settings: Any) -> Iterator[str]:
     """The address of a gateway in this process."""
-    app = create_app(engine, store, model=MODEL, **{"settle": 0.05} | settings)
+    app = create_app(engine, store, model=MODEL, **{"store_delay": 0.05} | settings)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=2, log_config=None)
     )
@@ -125,7 +125,7 @@ def serving(engine: Any, store: Path, **settings: Any) -> Iterator[str]:
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
+        assert time.monotonic() < end, "the condition did not come true"
         time.sleep(0.005)
 
 
@@ -139,11 +139,11 @@ def user(text: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    # Each answer says which prompt it answers, so that a client can tell what was recorded from what it received.
+    # Each answer names its prompt, so that a test can compare the records with the answers.
     app = create_app(
         Scripted(lambda request: f"the answer to {request.prompt.sum()} in {len(request.prompt)}", pace=0.001),
         Path(sys.argv[1]),
         model=MODEL,
-        settle=0.1,
+        store_delay=0.1,
     )
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error", access_log=False)

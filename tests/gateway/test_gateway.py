@@ -181,8 +181,8 @@ def test_drift_is_reported_where_it_begins(tmp_path, caplog):
     assert summary["drift"] == [{"call": 1, "replies": 1, "drifted": 1, "first": position}]
     assert summary["calls"] == 2
     assert not summary["finished"]
-    told = "1 of 1 earlier replies came back as other ids than were sampled"
-    assert lines(caplog) == [f"episode e1: call 1: {told}, first at position {position}"]
+    drifted = "1 of 1 earlier replies came back as other ids than were sampled"
+    assert lines(caplog) == [f"episode e1: call 1: {drifted}, first at position {position}"]
 
 
 # What is honoured, and what is refused.
@@ -271,10 +271,10 @@ def test_what_asks_for_nothing_is_accepted(tmp_path):
     assert engine.requests[0].prompt.tolist() == template(user("hi"))
 
 
-def test_temperature_0_is_top_k_of_one(tmp_path):
-    """And an episode drawn in several ways says which calls were drawn otherwise, and does not train on them."""
+def test_temperature_0_is_top_k_of_one(tmp_path, caplog):
+    """An episode that was sampled in several ways trains on one of them; the other calls stay actions."""
     engine = Scripted(lambda request: SAID)
-    with serving(engine, tmp_path) as url:
+    with serving(engine, tmp_path) as url, caplog.at_level(logging.WARNING):
         for sampling in ({"temperature": 0}, {"temperature": 0}, {"temperature": 0.5, "top_p": 0.9}, {}):
             assert ask(url, max_tokens=9, **sampling).status_code == 200
         finish(url, "e1")
@@ -284,7 +284,12 @@ def test_temperature_0_is_top_k_of_one(tmp_path):
     assert [r.sampling.top_k for r in engine.requests] == [1, 1, 0, 0, 1]
     assert mixed.sampling == Sampling(max_tokens=9)
     assert [call.trainable for call in mixed.calls] == [False, False, False, True]
-    assert mixed.calls[2].purpose == "drawn with temperature 0.5, top_p 0.9, top_k 0"
+    assert mixed.actions == mixed.calls
+    assert {call.purpose for call in mixed.calls} == {""}
+    assert lines(caplog) == [
+        "episode e1: 3 of 4 calls are context only: the episode was sampled with temperature 1.0, top_p 1.0, top_k 0, "
+        "but call 0 with temperature 1.0, top_p 1.0, top_k 1"
+    ]
     assert greedy.sampling == Sampling(top_k=1, max_tokens=7)  # which training refuses
     assert greedy.calls[0].trainable
 

@@ -52,7 +52,7 @@ def process(store: Path, port: int):
 
 
 class Session(threading.Thread):
-    """Talks until the server dies. What it was told is what must be on disk."""
+    """Makes calls until the server dies. Every answer that it received must be on disk."""
 
     def __init__(self, agent: openai.OpenAI, http: httpx.Client, url: str, name: str, calls: int) -> None:
         super().__init__(daemon=True)
@@ -70,11 +70,11 @@ class Session(threading.Thread):
                     messages = [user(f"question {t} of {episode}")]
                     if t % 2:
                         answer = create(model=MODEL, messages=messages, extra_body=extra)
-                        told = answer.model_extra["prompt_token_ids"], answer.choices[0].model_extra["token_ids"]
+                        ids = answer.model_extra["prompt_token_ids"], answer.choices[0].model_extra["token_ids"]
                     else:
                         first, *_, last = create(model=MODEL, messages=messages, stream=True, extra_body=extra)
-                        told = first.model_extra["prompt_token_ids"], last.choices[0].model_extra["token_ids"]
-                    self.answers.append((episode, *told))
+                        ids = first.model_extra["prompt_token_ids"], last.choices[0].model_extra["token_ids"]
+                    self.answers.append((episode, *ids))
                 answer = self.http.post(f"{self.url}/episodes/{episode}/reward", json={"reward": 1.0})
                 if answer.status_code == 200:
                     self.rewarded.append(episode)
@@ -101,7 +101,9 @@ def test_kill_9_with_64_sessions(tmp_path, answers):
 
     with process(tmp_path, free_port()) as (url, _):  # it serves at once, the open episodes go on
         name = sessions[0].answers[-1][0]
-        if not httpx.get(f"{url}/episodes/{name}").json()["finished"]:  # it may be, although nobody was told
+        if not httpx.get(f"{url}/episodes/{name}").json()[
+            "finished"
+        ]:  # it may be, although no client got the confirmation
             assert client(url, name).completions.create(model=MODEL, prompt="go on").choices[0].text
         for episode in sorted(rewarded)[:3]:
             with pytest.raises(openai.ConflictError):

@@ -1,4 +1,4 @@
-"""From journal to store: killed at any instant, every confirmed call is there once, every finished episode once."""
+"""From journal to store: after a kill at any instant, each confirmed call and each finished episode is there once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_record_comes_back_as_it_was(tmp_path):
         for field in ("episode", "number", "sampling", "seed", "started", "ended", "shown", "history"):
             assert getattr(back, field) == getattr(r, field)
         assert back.call.prompt.flags.aligned
-    assert ledger.number() == 2
+    assert ledger.next_number() == 2
     ledger.close()
 
 
@@ -145,16 +145,16 @@ def test_the_journal_shrinks_although_an_episode_stays_open(tmp_path):
     assert len(list(read_episodes(tmp_path))) == 801
 
 
-@pytest.mark.parametrize("noted", [True, False])
-def test_a_part_that_was_taken_away_is_not_written_again(tmp_path, monkeypatch, noted):
-    """Also when the process was killed between the part and its note, and started once more since."""
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_part_that_was_taken_away_is_not_written_again(tmp_path, monkeypatch, marked):
+    """Also when the process was killed between writing the part and marking it, and started again since."""
     ledger = Ledger(tmp_path)
     ledger.add(recorded("e", 0)).result(10)
     ledger.finish("e", 1.0).result(10)
-    if noted:
+    if marked:
         assert ledger.compact() == 1
     else:
-        monkeypatch.setattr(Ledger, "_note", lambda self, rewards: 1 / 0)
+        monkeypatch.setattr(Ledger, "_mark_stored", lambda self, rewards: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ledger.compact()
         monkeypatch.undo()
@@ -171,7 +171,7 @@ def test_a_part_that_was_taken_away_is_not_written_again(tmp_path, monkeypatch, 
 
 
 def test_a_part_may_go_although_its_first_call_is_still_in_the_journal(tmp_path):
-    """Cleaning rewrites the segment with its end, and leaves the one that its first call shares with others."""
+    """Cleaning rewrites the segment with its end, and keeps the one that its first call shares with others."""
     ledger = Ledger(tmp_path, segment_bytes=20_000)
     ledger.add(recorded("e", 0)).result(10)
     ledger.add(recorded("open", 1, 6000)).result(10)

@@ -54,7 +54,7 @@ def model():
 
 
 def rewriting_agent(agent, question: str, turns: int = 4) -> None:
-    """Knows nothing but OpenAI's client: keeps its last reply as memory and throws the rest of its context away."""
+    """Uses only OpenAI's client. It keeps its last reply as memory and drops the rest of its context."""
     memory = "nothing yet"
     for turn in range(turns):
         answer = agent.chat.completions.create(
@@ -66,14 +66,14 @@ def rewriting_agent(agent, question: str, turns: int = 4) -> None:
 
 
 def chatting_agent(agent, question: str, seed: int, turns: int = 4) -> None:
-    """Appends, streams, and sends back what it heard."""
+    """Appends, streams, and sends the replies back."""
     messages = [user(question)]
     for turn in range(turns):
         stream = agent.chat.completions.create(
             model=MODEL, messages=messages, max_tokens=24, temperature=0.8, stream=True, seed=seed + turn
         )
-        heard = "".join(chunk.choices[0].delta.content for chunk in stream)
-        messages += [{"role": "assistant", "content": heard}, user(f"river number {turn}")]
+        reply = "".join(chunk.choices[0].delta.content for chunk in stream)
+        messages += [{"role": "assistant", "content": reply}, user(f"river number {turn}")]
 
 
 def test_agents_of_the_official_client_give_episodes_that_compile_and_are_equivalent(tmp_path, model):
@@ -103,7 +103,7 @@ def test_agents_of_the_official_client_give_episodes_that_compile_and_are_equiva
     report = verify.equivalence(model, calls, attention="dense")
     assert report.passed, report
 
-    # What the sampler said of its tokens is what the model says of them, call by call.
+    # The recorded log-probabilities are those of the model, call by call.
     for call in calls:
         with torch.no_grad():
             logits = model(torch.as_tensor(call.path)[None].long()).logits[0, len(call.prompt) - 1 :]
@@ -154,7 +154,7 @@ def test_greedy_answers_are_alike_and_recorded_as_greedy(tmp_path, model):
     (episode,) = read_episodes(tmp_path)
     assert episode.sampling == Sampling(max_tokens=12)
     assert [call.trainable for call in episode.calls] == [False] * 3 + [True] * 3
-    assert all((call.logprobs == 0).all() for call in episode.calls[:3])  # of the distribution drawn from: certainty
+    assert all((call.logprobs == 0).all() for call in episode.calls[:3])  # the distribution is certain
 
 
 def test_what_the_engine_refuses_and_a_hang_up(tmp_path, model):

@@ -34,7 +34,7 @@ def error_of(path: Path) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-def test_the_least_a_line_may_say(tmp_path: Path) -> None:
+def test_a_line_with_only_the_required_fields(tmp_path: Path) -> None:
     path = lines(tmp_path / "c.jsonl", call("a"), call("a"), "", call(7))
     least = Call([1, 2], [3])
     assert list(import_calls(path)) == [Episode("a", "a", [least, least]), Episode("7", "7", [least])]
@@ -98,7 +98,7 @@ def test_why_it_stopped(tmp_path: Path, name: str, given: str | None, stop: str 
     assert next(import_calls(lines(tmp_path / "c.jsonl", call(**{name: given})))).calls[0].stop == stop
 
 
-def test_what_one_call_says_of_the_episode_holds_for_all(tmp_path: Path) -> None:
+def test_an_episodes_fields_may_be_on_any_line(tmp_path: Path) -> None:
     path = lines(tmp_path / "c.jsonl", call(seed=None), call(seed=3), call(episode_reward=1, seed=3))
     (episode,) = import_calls(path)
     assert (len(episode.calls), episode.reward, episode.seed) == (3, 1.0, 3)
@@ -149,7 +149,7 @@ def test_no_such_file(tmp_path: Path) -> None:
         import_calls(tmp_path / "none.jsonl")
 
 
-# Each stands in line 3, after two calls of episode 'a'.
+# Each is line 3, after two calls of episode 'a'.
 BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ("{", "not a line of JSON: Expecting property name"),
     ('{"episode": "a", "prompt": [1], "prompt": [2]}', "not a line of JSON: 'prompt' is given twice"),
@@ -203,7 +203,7 @@ BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ),
     (call(episode_reward=0), "episode 'a': call 2: episode_reward: 0.0 here, 1.0 earlier in the episode"),
     (call(temperature=0.5), "episode 'a': call 2: temperature: 0.5 here, 0.7 earlier in the episode"),
-    (call(call=1), "episode 'a': call 1: call 2 must come here: each in its order, none left out"),
+    (call(call=1), "episode 'a': call 1: call 2 must come here: calls must be complete and in order"),
 ]
 
 
@@ -255,7 +255,7 @@ def test_a_format_of_ones_own(tmp_path: Path) -> None:
         ("nothing", "must return episodes, got NoneType"),
     ],
 )
-def test_what_is_no_episode_is_refused(tmp_path: Path, format: str, message: str) -> None:
+def test_other_results_than_episodes_are_refused(tmp_path: Path, format: str, message: str) -> None:
     (tmp_path / "x.bin").write_bytes(b"\x02")
     with pytest.raises(ValueError, match=rf"--format: '{__name__}:{format}':? {message}"):
         list(import_episodes(tmp_path / "x.bin", f"{__name__}:{format}"))

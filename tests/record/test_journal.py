@@ -1,4 +1,4 @@
-"""What was answered for is read back, in order, and nothing else: killed writers, flipped bits, failing disks."""
+"""The journal returns exactly the confirmed records, in order, after killed writers, flipped bits and failing disks."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_nothing_is_confirmed_before_it_is_durable(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("left", [0, 1, 7, 11, 12, 13, -1])
-def test_a_torn_tail_is_cut_with_one_line(tmp_path, caplog, left):
-    """`left` bytes of the last record are there, or all but one."""
+def test_an_incomplete_last_record_is_removed_with_one_line(tmp_path, caplog, left):
+    """`left` bytes of the last record are in the file; -1: all but one."""
     (file,) = filled(tmp_path)
     data = file.read_bytes()
     begin = len(data) - 12 - len(PAYLOADS[-1])
@@ -85,13 +85,14 @@ def test_a_torn_tail_is_cut_with_one_line(tmp_path, caplog, left):
     with caplog.at_level(logging.WARNING):
         assert contents(tmp_path) == PAYLOADS[:-1]
     assert len(caplog.records) == (left != 0)
-    assert all(f"{file}: cut" in r.getMessage() and f"at {begin}:" in r.getMessage() for r in caplog.records)
+    removed = f"at offset {begin}: the process was killed while it wrote this record"
+    assert all(f"{file}: removed" in r.getMessage() and removed in r.getMessage() for r in caplog.records)
     assert file.read_bytes() == data[:begin]
     filled(tmp_path, [b"later"])
     assert contents(tmp_path) == [*PAYLOADS[:-1], b"later"]
 
 
-def test_pages_that_never_came_are_a_torn_tail(tmp_path):
+def test_zeros_at_the_end_are_an_incomplete_record(tmp_path):
     (file,) = filled(tmp_path)
     with file.open("ab") as tail:
         tail.write(bytes(5000))
@@ -146,7 +147,7 @@ def test_one_process_at_a_time(tmp_path):
 
 
 def test_a_failed_write_is_the_last(tmp_path, monkeypatch):
-    """After half a record nothing may be confirmed any more; a restart cuts it off."""
+    """After half a record the journal must confirm nothing more; a restart removes the half."""
     journal = Journal(tmp_path)
     journal.append(b"before").result(10)
     write, room = os.write, [15]
@@ -169,7 +170,7 @@ def test_a_failed_write_is_the_last(tmp_path, monkeypatch):
     assert contents(tmp_path) == [b"before", b"later"]
 
 
-def test_an_fsync_that_fails_is_not_asked_again(tmp_path, monkeypatch):
+def test_a_failed_fsync_is_not_repeated(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
 
     def failing(handle):
@@ -208,7 +209,7 @@ def test_segments_are_rewritten_and_dropped(tmp_path):
     assert contents(tmp_path) == [*kept, b"later"]
 
 
-def test_who_counts_records_counts_before_a_segment_is_sealed(tmp_path):
+def test_on_durable_runs_before_its_segment_is_sealed(tmp_path):
     journal = Journal(tmp_path, segment_bytes=100)
     late = []
     for payload in PAYLOADS * 5:
@@ -250,7 +251,7 @@ def test_kill_9_loses_nothing_that_was_confirmed(tmp_path, lines):
     assert len(set(recorded)) == len(recorded)
 
 
-def test_closing_writes_what_waits(tmp_path):
+def test_closing_writes_the_queued_records(tmp_path):
     journal = Journal(tmp_path)
     futures = [journal.append(payload) for payload in PAYLOADS]
     journal.close()

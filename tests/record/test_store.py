@@ -1,4 +1,4 @@
-"""What was written is what is read, and nothing else is: damage, foreign files and bad rows are one line each."""
+"""The store returns what you wrote; damage, foreign files and bad rows raise an error of one line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def error_of(path: Path) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-# What was written is what is read.
+# Reading returns what was written.
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -153,10 +154,17 @@ def test_plain_pyarrow_reads_it(tmp_path: Path) -> None:
     assert row["segments"][1] == {"kind": "memory", "start": 10, "stop": 15, "source": 0}
 
 
+def test_every_field_of_the_types_has_one_column() -> None:
+    held = {"call": Call, "episode": Episode, "episode.sampling": Sampling}
+    kept = [f"{name}.{f.name}" for name, type_ in held.items() for f in fields(type_)]
+    kept = [f for f in kept if f not in ("call.name", "episode.calls", "episode.sampling")]  # "number" stands for calls
+    assert sorted(column.source for column in store._COLUMNS) == sorted([*kept, "number"])
+
+
 # Directories and names.
 
 
-def test_a_directory_gets_one_part_a_write(tmp_path: Path) -> None:
+def test_a_directory_gets_one_part_per_write(tmp_path: Path) -> None:
     path, given_ = tmp_path / "runs" / "episodes", episodes()
     write_episodes(path, given_[:2])
     write_episodes(path, given_[2:], overwrite=True)
@@ -249,7 +257,7 @@ def test_a_failing_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert list(read_episodes(path)) == given_
 
 
-def test_a_killed_writer_leaves_nothing_that_is_read(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_episodes(tmp_path: Path) -> None:
     program = """
 import os, sys
 from memopd.record import write_episodes
@@ -281,7 +289,7 @@ def test_an_episode_given_twice(tmp_path: Path) -> None:
         (Episode("bad", "t", [Call([1], [2], policy_version="v1")]), "episode 'bad': policy_version: "),
     ],
 )
-def test_what_does_not_fit_a_column_is_named(tmp_path: Path, culprit: Episode, message: str) -> None:
+def test_a_value_that_does_not_fit_its_column_is_named(tmp_path: Path, culprit: Episode, message: str) -> None:
     with pytest.raises(StoreError, match=message):
         write_episodes(tmp_path / "e.parquet", [*episodes(), culprit])
     assert os.listdir(tmp_path) == []
@@ -304,7 +312,7 @@ def test_writing_consumes_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert np.all(np.diff(sizes) > 50_000)
 
 
-def test_reading_gives_out_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_yields_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_GROUP_CALLS", 3)
     path = tmp_path / "e.parquet"
     write_episodes(path, episodes())
@@ -383,7 +391,7 @@ def test_truncations(tmp_path: Path, written: bytes) -> None:
 # Foreign files.
 
 
-def test_what_is_not_a_store(tmp_path: Path) -> None:
+def test_files_that_are_no_stores(tmp_path: Path) -> None:
     path = tmp_path / "e.parquet"
     assert error_of(path) == "no such file or directory"
     path.mkdir()
@@ -406,7 +414,7 @@ def test_another_schema(tmp_path: Path, written: bytes) -> None:
     assert "memopd.schema b'2'" in error(table.replace_schema_metadata({"memopd.schema": "2"}))
     assert error(table.drop_columns("seed")) == "another schema: column 'seed' is missing, must be int64"
     assert error(table.append_column("more", table["call"])).endswith("'more' is int32, must be missing")
-    assert error(table.append_column("seed", table["seed"])) == "another schema: two columns have one name"
+    assert error(table.append_column("seed", table["seed"])) == "another schema: two columns have the same name"
     wide = table.set_column(3, "prompt", table["prompt"].cast(pa.list_(pa.int64())))
     assert error(wide).startswith("another schema: column 'prompt' is list<element: int64>")
 

@@ -1,1 +1,1 @@
-"""The recording gateway: it speaks OpenAI's API to agents, and records every call as token ids before it answers."""
+"""The recording gateway serves OpenAI's API to agents and records every call as token ids before it answers."""

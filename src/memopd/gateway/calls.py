@@ -1,4 +1,4 @@
-"""One call that the gateway runs, between a connection that may close and an engine that samples in a thread."""
+"""A running call: the client may disconnect at any time, and the engine samples in another thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memopd.gateway.openai_api import Answer, GenerationRequest
 
 
 class RunningCall:
-    """A call from its request to its record. Its task writes the journal even if the client disconnects."""
+    """A call from the request to the journal. Its task records the call even if the client disconnects."""
 
     def __init__(self, episode: str, number: int, request: GenerationRequest) -> None:
         self.episode, self.number, self.request = episode, number, request
@@ -29,10 +29,10 @@ class RunningCall:
         self.started = time.time()
         self.prompt: list[int] = []
         self.history = History()
-        self.tokens: list[int] = []  # of a stream, as they are sampled
-        self.progress = asyncio.Event()  # a token was sampled, or the call ended
+        self.tokens: list[int] = []  # the tokens sampled so far, if the client asked for a stream
+        self.progress = asyncio.Event()  # set when a token was sampled or the call ended
         self.cancelled = False
-        self.failure = ""  # of the engine
+        self.failure = ""  # the engine's error
         self._loop = asyncio.get_running_loop()
         self._ticket: protocol.Ticket | None = None
         self.task: asyncio.Task[Completion]
@@ -56,7 +56,7 @@ class RunningCall:
         return asyncio.wrap_future(self._ticket.completion)
 
     def cancel(self) -> None:
-        """The client is gone: sample no further. Does nothing once the call has ended."""
+        """Stop sampling, because the client disconnected. Does nothing once the call has ended."""
         if not self.task.done():
             self.cancelled = True
             if self._ticket:
@@ -66,23 +66,23 @@ class RunningCall:
         return self.request.answer(f"{self.episode}-{self.number}", self.prompt)
 
     async def first_token(self) -> None:
-        """Returns when the first token was sampled, or the call ended without one."""
+        """Wait until the first token was sampled, or the call ended without one."""
         await self.progress.wait()
 
-    def _on_token(self, id: int) -> None:  # in the engine's thread
+    def _on_token(self, id: int) -> None:  # runs in the engine's thread
         self.tokens.append(id)
         if not self.progress.is_set():
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(self.progress.set)
 
     def _on_end(self, task: asyncio.Task[Completion]) -> None:
         if not task.cancelled():
-            task.exception()  # whoever waits for the task raises it; after a disconnect nobody does
+            task.exception()  # after a disconnect nothing awaits the task, and asyncio would log its exception
         self.progress.set()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a call, which is cancelled when the stream ends early, for whatever reason."""
+    """The server-sent events of a call. If the stream ends early for any reason, the call is cancelled."""
 
     def __init__(self, call: RunningCall, events: AsyncIterator[str], headers: dict[str, str]) -> None:
         super().__init__(events, headers=headers | {"cache-control": "no-cache"}, media_type="text/event-stream")
@@ -96,7 +96,7 @@ class EventStream(StreamingResponse):
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> bool:
-    """Whether the work was done before the client disconnected."""
+    """Run `work` and return True, or return False as soon as the client disconnects."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

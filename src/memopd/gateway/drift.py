@@ -1,8 +1,7 @@
-"""Replies that come back as text: keep their sampled ids where that is exact, and report where the ids differ.
+"""Drift: an agent sends earlier replies back as text, and the text may encode to other ids than the model sampled.
 
-An agent that speaks text sends a reply back as text. Encoding it again need not give the ids that the model sampled,
-and then the model reads a history that never happened. `chat_ids` puts the sampled ids of an earlier reply in its
-place when the chat template leaves it unchanged; `drift` compares a prompt's ids with those that were sampled.
+The model then reads a history that it did not write. `chat_ids` replaces the text of an earlier reply by its sampled
+ids if the chat template passes the reply on unchanged. `drift` reports where the ids of a prompt differ.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ import numpy as np
 
 from memopd.types import Ids
 
-_MIN_TOKENS = 4  # shorter replies ("Yes") occur in a prompt by chance
+_MIN_TOKENS = 4  # a shorter reply ("Yes") may be in a prompt by chance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """An earlier completion of the episode, without the end-of-turn token that the template writes itself."""
+    """An earlier completion of the episode, without the end-of-turn token, which the chat template adds."""
 
     ids: Ids
     text: str
-    shown: str  # what the client saw of it: up to the stop string
+    shown: str  # the text that the client received: up to the stop string
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """How many earlier replies a prompt repeats, and how many of them as other ids.
+    """How many earlier replies a prompt repeats, and how many of them have other ids than the model sampled.
 
-    >>> History(replies=3, drifted=1, first=417).drifted  # one of three came back as other ids, from position 417 on
+    >>> History(replies=3, drifted=1, first=417).drifted  # one of three has other ids, from position 417 on
     1
     """
 
     replies: int = 0
     drifted: int = 0
-    first: int | None = None  # the first position of the prompt at which it reads another id than was sampled
+    first: int | None = None  # the first position in the prompt whose id differs from the sampled one
 
 
 def decode(tokenizer: Any, ids: Sequence[int] | Ids) -> str:
-    """The text of every id, special ones too, with no space tidied away."""
+    """The text of all ids, including special tokens, with every space as it is."""
     return str(tokenizer.decode(_list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -51,43 +50,43 @@ def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
 
 
 def reply_of(tokenizer: Any, completion: Ids, shown: int) -> Reply:
-    """`shown`: how many characters of the reply the client saw."""
+    """`shown` is the number of characters that the client received."""
     ids = completion[:-1] if int(completion[-1]) in tokenizer.all_special_ids else completion
     text = decode(tokenizer, ids)
     return Reply(ids, text, text[:shown])
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], replies: Sequence[Reply]) -> list[int]:
-    """The chat template's ids. An assistant's message that is a reply of ours, word for word, keeps its ids.
+    """The prompt's ids under the chat template, with the sampled ids for messages that repeat an earlier reply.
 
-    Only where that changes nothing but the ids: the template must pass replies on as they are, and the text of the
-    whole prompt must stay the same.
+    A message repeats a reply if their texts are equal. The sampled ids are used only if the template passes replies on
+    unchanged and the text of the whole prompt stays the same.
     """
     text = _rendered(tokenizer, messages)
     ids = encode(tokenizer, text)
-    sampled = {reply.text: reply.ids for reply in replies}  # of two alike, the later
-    ours = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m["content"] in sampled]
-    if not ours:
+    sampled = {reply.text: reply.ids for reply in replies}  # the last of several equal replies
+    repeated = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m["content"] in sampled]
+    if not repeated:
         return ids
-    marks = {n: f"\ue000{n}\ue001" for n in ours}  # private-use characters: no text has them
+    marks = {n: f"\ue000{n}\ue001" for n in repeated}  # private-use characters, which ordinary text does not have
     marked = [{**m, "content": marks[n]} if n in marks else m for n, m in enumerate(messages)]
     rest = _rendered(tokenizer, marked)
     spliced: list[int] = []
-    again = ""
-    for n in ours:
+    rebuilt = ""
+    for n in repeated:
         before, mark, rest = rest.partition(marks[n])
         if not mark:
             return ids
         spliced += encode(tokenizer, before) + sampled[messages[n]["content"]].tolist()
-        again += before + messages[n]["content"]
+        rebuilt += before + messages[n]["content"]
     spliced += encode(tokenizer, rest)
-    if again + rest != text or decode(tokenizer, spliced) != decode(tokenizer, ids):
+    if rebuilt + rest != text or decode(tokenizer, spliced) != decode(tokenizer, ids):
         return ids
     return spliced
 
 
 def drift(tokenizer: Any, prompt: Sequence[int], replies: Sequence[Reply]) -> History:
-    """Which replies this prompt repeats, and where one came back as other ids than were sampled."""
+    """Count the replies that this prompt repeats, and find where their ids differ from the sampled ones."""
     packed = np.asarray(prompt, np.int32).tobytes()
     text: str | None = None
     found = drifted = 0
@@ -115,10 +114,10 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def _first_difference(tokenizer: Any, prompt: Sequence[int], at: int, sampled: Ids, length: int) -> int | None:
-    """The first position at which the text from character `at` on is not read as it was sampled."""
+    """The first position at which the ids of the text from character `at` on differ from the sampled ones."""
     start = bisect_right(range(len(prompt) + 1), at, key=lambda n: len(decode(tokenizer, prompt[:n]))) - 1
     if len(decode(tokenizer, prompt[:start])) < at:
-        return start  # one token holds the last character before the reply and its first
+        return start  # one token contains both the reply's first character and the one before it
     same = 0
     while same < min(len(sampled), len(prompt) - start) and sampled[same] == prompt[start + same]:
         same += 1
@@ -127,7 +126,7 @@ def _first_difference(tokenizer: Any, prompt: Sequence[int], at: int, sampled: I
 
 def _contains(data: bytes, part: bytes) -> bool:
     at = data.find(part)
-    while at >= 0 and at % 4:  # bytes of two neighbouring ids
+    while at >= 0 and at % 4:  # a match that begins in the middle of an id is none
         at = data.find(part, at + 1)
     return at >= 0
 

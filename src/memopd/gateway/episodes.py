@@ -1,11 +1,11 @@
-"""The episodes that a gateway records: call by call in the journal, and in the store once a reward finishes them.
+"""The episodes that a gateway records: first call by call in the journal, then, with their reward, in the store.
 
     add ──> journal ──> finish ──> journal ──> compact ──> one part of the store ──> "stored" in the journal
-                                                              └──> segments without unfinished episodes are dropped
+                                                              └──> segments without unfinished episodes are deleted
 
-After a kill at any instant, the next start compares the journal with the store: episodes in the store are finished,
-those with a reward in the journal are written to the store, and the others go on. A record is JSON and packed arrays,
-because a list of ids in JSON is twice as long and slow to read:
+The process may be killed at any time. The next one compares the journal with the store: episodes in the store are
+finished, episodes with a reward in the journal are written to the store, and all others continue. A record consists of
+JSON and packed arrays, because JSON lists of ids would be twice as long and slow to read:
 
     length of the JSON u32 | JSON, padded to a multiple of 8 | log-probabilities f64 | prompt i32 | completion i32
 """
@@ -38,54 +38,56 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Recorded:
-    """One call of an episode, with what the journal records of it beyond the call itself."""
+    """One call of an episode, and what else the journal records about it."""
 
     episode: str
-    number: int  # in the order of arrival: calls may overlap, and an episode's calls are ordered by when they were made
+    number: int  # the order of arrival, which is the order of an episode's calls even if they overlap
     call: Call
     sampling: Sampling
-    seed: int | None  # the client's
+    seed: int | None  # from the client
     started: float
     ended: float
-    shown: int = 0  # characters of the reply that the client saw
+    shown: int = 0  # how many characters of the reply the client received
     history: History = field(default_factory=History)
 
 
 @dataclass(slots=True, eq=False)
 class _Unfinished:
     calls: list[Recorded] = field(default_factory=list)
-    segments: Counter[int] = field(default_factory=Counter)  # bytes in each segment of the journal
+    segments: Counter[int] = field(default_factory=Counter)  # its bytes in each segment of the journal
     outcome: dict[str, Any] | None = None
 
 
 class Ledger:
-    """The unfinished episodes of a store, kept in memory and in its journal. Methods may be called from any thread.
+    """The unfinished episodes of a store, in memory and in its journal. You may call the methods from any thread.
 
-    Memory is that of the unfinished episodes: 4 bytes an id read, 12 an id sampled.
+    Each unfinished episode takes 4 bytes of memory per id that the model read and 12 per id that it sampled.
     """
 
     def __init__(self, store: str | Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.store = Path(store)
         if self.store.suffix == ".parquet" or self.store.is_file():
-            raise ValueError(f"{store}: the store of a gateway must be a directory, it gets a part at a time")
+            raise ValueError(
+                f"{store}: the store of a gateway must be a directory, because the gateway adds parts to it"
+            )
         self._journal = Journal(self.store / "journal", segment_bytes)
         try:
-            self._finished = _stored(self.store)  # episode to reward
-            self._live: dict[str, _Unfinished] = {}
-            self._ready: list[str] = []  # finished, durably, and not in the store yet
-            self._needed: Counter[int] = Counter()  # bytes in each segment that belong to an unfinished episode
-            self._notes: Counter[int] = Counter()  # bytes of "stored" records
+            self._finished = _stored(self.store)  # from episode to reward
+            self._unfinished: dict[str, _Unfinished] = {}
+            self._ready: list[str] = []  # episodes with a durable reward that are not in the store yet
+            self._needed: Counter[int] = Counter()  # bytes of unfinished episodes in each segment
+            self._marks: Counter[int] = Counter()  # bytes of "stored" records in each segment
             self._number = 0
             self._lock, self._compacting = Lock(), Lock()
-            unnoted: dict[str, float] = {}
+            unmarked: dict[str, float] = {}
             for segment, payload in self._journal.records():
                 try:
-                    self._replay(segment, payload, unnoted)
+                    self._replay(segment, payload, unmarked)
                 except (KeyError, TypeError) as error:
                     path = self._journal.directory
                     raise JournalError(f"{path}: segment {segment}: a record of another version: {error!r}") from None
-            if unnoted:
-                self._note(unnoted)
+            if unmarked:
+                self._mark_stored(unmarked)
         except BaseException:
             self._journal.close()
             raise
@@ -96,59 +98,59 @@ class Ledger:
 
     @property
     def waiting(self) -> int:
-        """Finished episodes that are not in the store yet."""
+        """The number of finished episodes that are not in the store yet."""
         return len(self._ready)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Episodes that are open, and finished."""
+        """The numbers of open and of finished episodes."""
         with self._lock:
-            return sum(live.outcome is None for live in self._live.values()), len(self._finished)
+            return sum(unfinished.outcome is None for unfinished in self._unfinished.values()), len(self._finished)
 
-    def number(self) -> int:
-        """The next call's."""
+    def next_number(self) -> int:
+        """A number for the next call."""
         with self._lock:
             self._number += 1
             return self._number - 1
 
     def calls(self, name: str) -> list[Recorded]:
-        """Of an episode that is not in the store yet, in the order of arrival."""
+        """The calls of an episode in the order of arrival. Empty if the episode is in the store."""
         with self._lock:
-            live = self._live.get(name)
-            return sorted(live.calls, key=lambda recorded: recorded.number) if live else []
+            unfinished = self._unfinished.get(name)
+            return sorted(unfinished.calls, key=lambda recorded: recorded.number) if unfinished else []
 
     def reward(self, name: str) -> float | None:
-        """Of a finished episode."""
+        """The reward of a finished episode."""
         return self._finished.get(name)
 
     def add(self, recorded: Recorded) -> Future[int]:
-        """Resolves when the call is durable."""
+        """Record a call. The future resolves when the call is durable."""
         payload = _packed(recorded)
         with self._lock:
-            self._live.setdefault(recorded.episode, _Unfinished()).calls.append(recorded)
+            self._unfinished.setdefault(recorded.episode, _Unfinished()).calls.append(recorded)
             return self._journal.append(payload, lambda done: self._on_durable(recorded.episode, len(payload), done))
 
     def finish(self, name: str, reward: float, task: str | None = None) -> Future[int]:
-        """Resolves when the outcome is durable. From the first moment on the episode counts as finished."""
+        """Finish an episode, effective at once. The future resolves when the outcome is durable."""
         outcome: dict[str, Any] = {"finish": name, "reward": reward, "task": task or name, "ended": time.time()}
         payload = _with_arrays(outcome)
         with self._lock:
-            self._live[name].outcome = outcome
+            self._unfinished[name].outcome = outcome
             self._finished[name] = reward
             return self._journal.append(payload, lambda done: self._on_durable(name, len(payload), done, finished=True))
 
     def compact(self) -> int:
-        """Write the finished episodes to the store, one part, and drop them from the journal. Their number."""
+        """Write the finished episodes to the store as one part, clean the journal, and return their number."""
         with self._compacting:
             with self._lock:
                 names = list(self._ready)
             if names:
-                write_episodes(self.store, (episode_of(name, self._live[name]) for name in names))
-                self._note({name: self._finished[name] for name in names})
+                write_episodes(self.store, (episode_of(name, self._unfinished[name]) for name in names))
+                self._mark_stored({name: self._finished[name] for name in names})
                 with self._lock:
                     del self._ready[: len(names)]
                     for name in names:
-                        self._needed.subtract(self._live.pop(name).segments)
+                        self._needed.subtract(self._unfinished.pop(name).segments)
             self._clean()
             return len(names)
 
@@ -156,110 +158,113 @@ class Ledger:
         self._journal.close()
 
     def _on_durable(self, name: str, size: int, done: Future[int], finished: bool = False) -> None:
-        """Runs before the segment can be sealed, so that it is known which sealed segments are still needed."""
+        """Runs before the segment is sealed, so that `_clean` knows which sealed segments are still needed."""
         if done.exception() is None:
             with self._lock:
-                self._count(name, done.result(), size)
+                self._add_bytes(name, done.result(), size)
                 if finished:
                     self._ready.append(name)
 
-    def _count(self, name: str, segment: int, size: int) -> None:
-        self._live[name].segments[segment] += size
+    def _add_bytes(self, name: str, segment: int, size: int) -> None:
+        self._unfinished[name].segments[segment] += size
         self._needed[segment] += size
 
-    def _note(self, rewards: dict[str, float]) -> None:
-        note = _with_arrays({"stored": rewards})
-        self._notes[self._journal.append(note).result()] += len(note)
+    def _mark_stored(self, rewards: dict[str, float]) -> None:
+        mark = _with_arrays({"stored": rewards})
+        self._marks[self._journal.append(mark).result()] += len(mark)
 
     def _clean(self) -> None:
-        """Drop the oldest segments that no unfinished episode needs; rewrite another when half of it is not needed.
+        """Delete the oldest segments that no unfinished episode needs. Rewrite one if less than half of it is needed.
 
-        "stored" records stay for as long as a segment before them does, which may hold calls of those episodes: so a
-        part that was taken out of the store is not written a second time.
+        A "stored" record stays until all segments before it are deleted, because they may contain calls of its
+        episodes: without the record, an episode whose part you moved away would be written to the store again.
         """
         for segment in self._journal.sealed:
             if not self._needed[segment] and segment == self._journal.oldest:
                 self._journal.drop(segment)
                 continue
             size = self._journal.size(segment)
-            if size > 2 * (self._needed[segment] + self._notes[segment]) + 4096:
+            if size > 2 * (self._needed[segment] + self._marks[segment]) + 4096:
                 self._journal.rewrite(segment, self._is_needed)
 
     def _is_needed(self, payload: bytes) -> bool:
         head = _head(payload)
-        return "stored" in head or (head.get("call") or head.get("finish")) in self._live
+        return "stored" in head or (head.get("call") or head.get("finish")) in self._unfinished
 
-    def _replay(self, segment: int, payload: bytes, unnoted: dict[str, float]) -> None:
-        """`unnoted` collects episodes that are in the store without a "stored" record: a kill came in between."""
+    def _replay(self, segment: int, payload: bytes, unmarked: dict[str, float]) -> None:
+        """Apply a record. `unmarked` collects episodes of the store that have no "stored" record, after a kill."""
         head = _head(payload)
         if "stored" in head:
-            self._notes[segment] += len(payload)
+            self._marks[segment] += len(payload)
             for name, reward in head["stored"].items():
                 self._finished[name] = reward
-                unnoted.pop(name, None)
-                if live := self._live.pop(name, None):
-                    self._needed.subtract(live.segments)
-                    if name in self._ready:  # not where cleaning took its `finish` and left a call
+                unmarked.pop(name, None)
+                if unfinished := self._unfinished.pop(name, None):
+                    self._needed.subtract(unfinished.segments)
+                    if name in self._ready:  # cleaning may have removed its `finish` record and kept a call
                         self._ready.remove(name)
             return
         name = head.get("call") or head["finish"]
-        if name in self._finished and name not in self._live:
-            unnoted[name] = self._finished[name]
+        if name in self._finished and name not in self._unfinished:
+            unmarked[name] = self._finished[name]
             return
-        live = self._live.setdefault(name, _Unfinished())
+        unfinished = self._unfinished.setdefault(name, _Unfinished())
         if "call" in head:
-            live.calls.append(_recorded(head, payload))
+            unfinished.calls.append(_recorded(head, payload))
             self._number = max(self._number, head["number"] + 1)
         else:
-            live.outcome = head
+            unfinished.outcome = head
             self._finished[name] = head["reward"]
             self._ready.append(name)
-        self._count(name, segment, len(payload))
+        self._add_bytes(name, segment, len(payload))
 
 
-def episode_of(name: str, live: _Unfinished) -> Episode:
+def episode_of(name: str, unfinished: _Unfinished) -> Episode:
     """The recorded calls in order of arrival, as one episode.
 
-    An episode has one distribution that its completions were drawn from. Of several the one with the most calls
-    counts, an unrestricted one first; calls drawn otherwise stay as context and say how they were drawn.
+    An episode records one distribution for all its completions. If its calls were sampled from several, the most
+    frequent one is recorded, and an unrestricted one takes precedence. The other calls stay in the episode as context:
+    their log-probabilities belong to another distribution, so they are not trainable.
     """
-    assert live.outcome is not None
-    recorded = sorted(live.calls, key=lambda r: r.number)
-    distribution = _distribution(recorded)
-    calls = []
-    for r in recorded:
-        call = r.call
-        if (how := _drawn(r.sampling)) != distribution:
-            purpose = "drawn with temperature {}, top_p {}, top_k {}".format(*how)
-            call = replace(call, trainable=False, purpose=purpose)
-        calls.append(call)
+    assert unfinished.outcome is not None
+    recorded = sorted(unfinished.calls, key=lambda r: r.number)
+    distribution = _main_distribution(recorded)
+    differs = [_distribution(r.sampling) != distribution for r in recorded]
+    calls = [replace(r.call, trainable=False) if d else r.call for r, d in zip(recorded, differs, strict=True)]
+    if any(differs):
+        first = differs.index(True)
+        how = "temperature {}, top_p {}, top_k {}".format
+        log.warning(
+            "episode %s: %d of %d calls are context only: the episode was sampled with %s, but call %d with %s",
+            name, sum(differs), len(calls), how(*distribution), first, how(*_distribution(recorded[first].sampling)),
+        )  # fmt: skip
     limits = [r.sampling.max_tokens for r in recorded]
     limit = None if None in limits else max(n for n in limits if n is not None)
     seeds = {r.seed for r in recorded}
     return Episode(
         name,
-        live.outcome["task"],
+        unfinished.outcome["task"],
         tuple(calls),
-        live.outcome["reward"],
+        unfinished.outcome["reward"],
         Sampling(*distribution, max_tokens=limit),
         seeds.pop() if len(seeds) == 1 else None,
         recorded[0].started,
-        live.outcome["ended"],
+        unfinished.outcome["ended"],
     )
 
 
-def _distribution(recorded: list[Recorded]) -> tuple[float, float, int]:
-    whole = [r for r in recorded if r.call.stop is not StopReason.ABORTED] or recorded
-    counts = Counter(_drawn(r.sampling) for r in whole)
-    return max(counts, key=lambda how: (how[1:] == (1.0, 0), counts[how]))  # the first of equals
+def _main_distribution(recorded: list[Recorded]) -> tuple[float, float, int]:
+    complete = [r for r in recorded if r.call.stop is not StopReason.ABORTED] or recorded
+    counts = Counter(_distribution(r.sampling) for r in complete)
+    return max(counts, key=lambda d: (d[1:] == (1.0, 0), counts[d]))  # max takes the first among equals
 
 
-def _drawn(sampling: Sampling) -> tuple[float, float, int]:
+def _distribution(sampling: Sampling) -> tuple[float, float, int]:
     return sampling.temperature, sampling.top_p, sampling.top_k
 
 
 def _stored(store: Path) -> dict[str, float]:
-    """Episodes of the store's parts and their rewards."""
+    """The episodes in the store's parts, with their rewards."""
     found: dict[str, float] = {}
     for part in sorted(store.glob("*.parquet")):
         try:
@@ -291,7 +296,7 @@ def _packed(recorded: Recorded) -> bytes:
 
 def _with_arrays(head: dict[str, Any], arrays: Iterable[Any] = ()) -> bytes:
     text = json.dumps(head, separators=(",", ":")).encode()
-    text += b" " * (-(4 + len(text)) % 8)  # arrays begin aligned
+    text += b" " * (-(4 + len(text)) % 8)  # so that the arrays are aligned
     return b"".join([struct.pack("<I", len(text)), text, *(array.tobytes() for array in arrays)])
 
 

@@ -1,10 +1,10 @@
-"""The shapes of OpenAI's API: what a request may ask, how an answer, a chunk and an error look.
+"""The requests, answers, chunks and errors of OpenAI's API.
 
     POST body ── parse(ChatRequest, body) ──> ChatRequest ── prompt_ids ──> ids for the engine
                                                   └── answer ──> Answer ── body, or opening, chunk ..., closing
 
-A field that would change what is sampled is honoured or refused by name, never ignored. Another route needs another
-request class and, where it answers in another shape, a class with the methods of `Answer`.
+If a field would change how the engine samples, the gateway applies it or refuses it by name; it ignores no such field.
+To add a route, add a request class and, if its answers look different, a class with the methods of `Answer`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from memopd.types import Sampling
 
 Json: TypeAlias = dict[str, Any]
 
-_COMPLETION_TOKENS = 16  # OpenAI's default for /completions; a chat goes on to the engine's limit
+_COMPLETION_TOKENS = 16  # OpenAI's default for /completions; a chat may use all that the engine allows
 
 
 class ApiError(Exception):
-    """An answer that is an error. `message` goes to the client; logs get the rest, which has no words of the client."""
+    """An error answer. The client gets `message`; the log gets the other fields, which never quote the client."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None, cause: str = "") -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.param = status, code, message, param
-        self.cause = cause  # for the log alone
+        self.cause = cause  # only for the log
 
     def body(self) -> Json:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -53,30 +53,30 @@ class ApiError(Exception):
 
 
 class Shape(BaseModel):
-    """A JSON object that a client sends. Null counts as left out; a field that is not declared is refused."""
+    """A JSON object from a client. A null field counts as omitted, and an undeclared field is refused."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
-    idle: ClassVar[list[Any]] = [None]  # values that say nothing, whatever the field
-    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that change nothing of what is sampled
+    empty: ClassVar[list[Any]] = [None]  # values that count as omitted in every field
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that do not change how the engine samples
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """Logs show where an error is: not at the unknown field, whose name is the client's word, but at its object."""
+        """Report an unknown field at its object: logs show the place of an error, and the client chose the name."""
         if not isinstance(given, dict):
             return given
-        said = {name: value for name, value in given.items() if value not in cls.idle and name not in cls.ignored}
-        for name in said:
+        fields = {name: value for name, value in given.items() if value not in cls.empty and name not in cls.ignored}
+        for name in fields:
             if name not in cls.model_fields:
-                raise ValueError(f"{name[:60]!r} is not supported here; leave it out")
-        return said
+                raise ValueError(f"{name[:60]!r} is not supported; leave it out")
+        return fields
 
 
 S = TypeVar("S", bound=Shape)
 
 
 def parse(shape: type[S], body: object) -> S:
-    """The body as this shape, or an ApiError that names the field."""
+    """Validate a body. The ApiError for an invalid one names the field."""
     try:
         return shape.model_validate(body)
     except ValidationError as error:
@@ -87,7 +87,7 @@ def parse(shape: type[S], body: object) -> S:
 
 
 def _unicode(value: str) -> str:
-    """JSON can spell half a surrogate pair, which no text holds and no tokenizer takes."""
+    """JSON can express half a surrogate pair, which is no valid text for a tokenizer."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -103,7 +103,7 @@ def _stops(value: Any) -> Any:
 
 
 def _joined(value: Any) -> Any:
-    """OpenAI's list of text parts as one string."""
+    """Join OpenAI's list of text parts to one string."""
     if not isinstance(value, list):
         return value
     if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in value):
@@ -125,16 +125,16 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
 
 def _sampled_logprobs(value: Any) -> Any:
     if value is not False and (isinstance(value, bool) or value != 0):
-        raise ValueError("only those of the sampled tokens are known: 0 asks for them")
+        raise ValueError("must be 0: only the log-probabilities of the sampled tokens are available")
     return value is not False
 
 
-def _only(idle: Any) -> PlainValidator:
-    """A field that is not implemented: it may have the value that asks for nothing, and no other."""
+def _only(default: Any) -> PlainValidator:
+    """A field that is not implemented: only the value that changes nothing is allowed."""
 
     def check(value: Any) -> Any:
-        if value != idle:
-            raise ValueError(f"is not supported here; leave it out or send {idle!r}")
+        if value != default:
+            raise ValueError(f"is not supported; leave it out or send {default!r}")
         return value
 
     return PlainValidator(check)
@@ -151,7 +151,7 @@ class StreamOptions(Shape):
 
 
 class Message(Shape):
-    idle = [None, []]  # clients send back what they got, with `tool_calls: []`
+    empty = [None, []]  # clients send answers back with `tool_calls: []`
 
     role: Text
     content: Annotated[Text, BeforeValidator(_joined)]
@@ -159,7 +159,7 @@ class Message(Shape):
 
 
 class GenerationRequest(Shape):
-    """What every request for a completion may say."""
+    """The fields that chats and completions share."""
 
     ignored = frozenset(
         {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -168,14 +168,14 @@ class GenerationRequest(Shape):
     model: Text
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = 0  # -1 is vLLM's word for all
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = 0  # -1 is vLLM's value for no limit
     max_tokens: Count | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop: Annotated[tuple[Text, ...], FailFast(), BeforeValidator(_stops)] = ()
-    include_stop_str_in_output: bool = False  # vLLM's
+    include_stop_str_in_output: bool = False  # an extension of vLLM
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    return_token_ids: bool = False  # vLLM's
+    return_token_ids: bool = False  # an extension of vLLM
     logprobs: bool = False
 
     n: Annotated[Any, _only(1)] = 1
@@ -201,17 +201,17 @@ class GenerationRequest(Shape):
 
     @property
     def sampling(self) -> Sampling:
-        """Temperature 0 asks for the likeliest token: top-k of one, recorded as that."""
+        """Temperature 0 means the likeliest token, so it is sampled and recorded as top_k = 1."""
         if self.temperature == 0:
             return Sampling(top_k=1, max_tokens=self.token_limit)
         return Sampling(self.temperature, self.top_p, max(0, self.top_k), self.token_limit)
 
     def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply]) -> list[int]:
-        """What the model reads. `replies` are the earlier completions of the episode."""
+        """The ids that the model reads. `replies` are the earlier completions of the episode."""
         raise NotImplementedError
 
     def answer(self, name: str, prompt: list[int]) -> Answer:
-        """The answer to the call of this name."""
+        """The answer to the call with this name."""
         raise NotImplementedError
 
 
@@ -228,7 +228,7 @@ class ChatRequest(GenerationRequest):
             raise ApiError(400, "no_chat_template", "this model has no chat template: use /v1/completions", "messages")
         try:
             return chat_ids(tokenizer, [message.model_dump(exclude_none=True) for message in self.messages], replies)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # a template may raise any exception
             message = f"the chat template refuses these messages: {error}"
             raise ApiError(400, "chat_template", message, "messages") from None
 
@@ -252,7 +252,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class Outcome(Shape):
-    """The end of an episode."""
+    """The reward that ends an episode."""
 
     reward: float
     task: Text | None = None
@@ -263,12 +263,12 @@ class Outcome(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What a client is shown of a completion."""
+    """The part of a completion that the client receives."""
 
     text: str
     finish: str
     ids: list[int]
-    logprobs: list[tuple[str, float]] | None  # of each sampled token, with the text that it decodes to by itself
+    logprobs: list[tuple[str, float]] | None  # of each sampled token, after the text of that token alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class Answer:
         return self._chunk({"index": 0, "finish_reason": None, "logprobs": None}, text, first or {})
 
     def closing(self, text: str, completed: Completed) -> list[Json]:
-        """The engine gives log-probabilities at the end, so all of them come here."""
+        """The last chunks. They have all log-probabilities, because the engine returns them at the end."""
         last = self._chunk(self._choice(completed), text, {})
         if not self.request.stream_options.include_usage:
             return [last]
@@ -307,8 +307,8 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
 
     def _chunk(self, choice: Json, text: str, first: Json) -> Json:
-        said = {"delta": first | {"content": text}} if self._chat else {"text": text}
-        return self._head(".chunk") | {"choices": [choice | said]}
+        content = {"delta": first | {"content": text}} if self._chat else {"text": text}
+        return self._head(".chunk") | {"choices": [choice | content]}
 
     def _choice(self, completed: Completed) -> Json:
         logprobs = None if completed.logprobs is None else _logprobs(completed.logprobs, self._chat)
@@ -316,14 +316,14 @@ class Answer:
         return choice | ({"token_ids": completed.ids} if self.request.return_token_ids else {})
 
     def _with_prompt(self, answer: Json) -> Json:
-        """vLLM puts the prompt's ids beside a chat's choices, and into a completion's choice."""
+        """Add the prompt's ids where vLLM does: beside a chat's choices, and inside a completion's choice."""
         if self.request.return_token_ids:
             (answer if self._chat else answer["choices"][0])["prompt_token_ids"] = self.prompt
         return answer
 
     def _usage(self, completed: Completed) -> Json:
-        read, sampled = len(self.prompt), len(completed.ids)
-        return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+        prompt, sampled = len(self.prompt), len(completed.ids)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _logprobs(sampled: list[tuple[str, float]], chat: bool) -> Json:

@@ -1,7 +1,7 @@
-"""A recording gateway: any agent that speaks OpenAI's API, in front of any engine.
+"""A recording gateway between agents that use OpenAI's API and any engine.
 
-An agent points its client at `/episodes/NAME/v1` and works as it always did; `POST /episodes/NAME/reward` ends the
-episode. The journal has the ids that the model read and sampled before the answer ends.
+You change an agent's base URL to `/episodes/NAME/v1` and nothing else. `POST /episodes/NAME/reward` ends the episode.
+Before an answer ends, the journal has the ids that the model read and sampled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from memopd.types import Call, StopReason
 log = logging.getLogger(__name__)
 
 MAX_BODY = 16 << 20
-_NAME = re.compile(r"[\w.:@+=,~-]{1,200}")  # of an episode: a piece of a path, and of a line in a log
+_NAME = re.compile(r"[\w.:@+=,~-]{1,200}")  # an episode's name, which is part of a path and of log lines
 _DRIFT_HEADER = "x-memopd-drift"
 
 
@@ -58,14 +58,14 @@ def create_app(
     *,
     model: str,
     token: str | None = None,
-    settle: float = 5.0,
+    store_delay: float = 5.0,
 ) -> FastAPI:
-    """The app; it serves at once what an earlier process left in the store's journal. The engine stays the caller's.
+    """Create the app. It continues the episodes in the store's journal. The caller closes the engine.
 
-    `model` is the name that clients ask for, `token` what they must bring. Finished episodes are in the store
-    `settle` seconds later, so that many share a part.
+    `model` is the name that clients request, and `token` the secret that they must send. Finished episodes are written
+    to the store after `store_delay` seconds, so that many share a part.
     """
-    gateway = _Gateway(engine, Ledger(store), model, token, settle)
+    gateway = _Gateway(engine, Ledger(store), model, token, store_delay)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -114,25 +114,25 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        """A route that does not exist, or not with this method."""
+        """The route does not exist, or does not accept this method."""
         return await refused(request, ApiError(error.status_code, "unknown_route", str(error.detail)))
 
     return app
 
 
 class _Gateway:
-    def __init__(self, engine: LiveEngine, ledger: Ledger, model: str, token: str | None, settle: float) -> None:
-        self._engine, self._ledger, self._model, self._settle = engine, ledger, model, settle
+    def __init__(self, engine: LiveEngine, ledger: Ledger, model: str, token: str | None, store_delay: float) -> None:
+        self._engine, self._ledger, self._model, self._store_delay = engine, ledger, model, store_delay
         self._token = token
         self._running: dict[str, set[RunningCall]] = {}
         self._finishing: set[str] = set()
-        self._finished = asyncio.Event()  # an episode waits to be written to the store
+        self._finished = asyncio.Event()  # set while finished episodes are not in the store yet
         self._compactor: asyncio.Task[None] | None = None
-        # One thread: a tokenizer must not encode in two, and the event loop should not wait for it.
-        self._reader = ThreadPoolExecutor(1, "tokenizer")
-        self._replies: WeakKeyDictionary[Recorded, Reply] = WeakKeyDictionary()  # decoded once
+        # One thread, because a tokenizer is not thread-safe, and not the event loop, which must not wait for it.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._replies: WeakKeyDictionary[Recorded, Reply] = WeakKeyDictionary()  # a cache of the decoded completions
 
-    # Life
+    # Start and stop
 
     def start(self) -> None:
         if self._ledger.waiting:
@@ -140,31 +140,31 @@ class _Gateway:
         self._compactor = asyncio.create_task(self._compact_forever())
 
     async def stop(self) -> None:
-        """Running calls are recorded as aborted, finished episodes go to the store."""
+        """Record running calls as aborted, and write finished episodes to the store."""
         for call in (calls := [call for group in self._running.values() for call in group]):
             call.cancel()
-        if calls:  # an engine that does not answer keeps nobody waiting for long
+        if calls:  # wait no longer for an engine that does not respond
             await asyncio.wait([call.task for call in calls], timeout=10)
         if self._compactor:
             self._compactor.cancel()
             await asyncio.wait([self._compactor])
         await asyncio.to_thread(self._compact)
         self._ledger.close()
-        self._reader.shutdown()
+        self._tokenizing.shutdown()
 
     async def _compact_forever(self) -> None:
         while True:
             await self._finished.wait()
-            await asyncio.sleep(self._settle)
+            await asyncio.sleep(self._store_delay)
             self._finished.clear()
             await asyncio.to_thread(self._compact)
-            if self._ledger.waiting:  # it failed, or another finished meanwhile
+            if self._ledger.waiting:  # writing failed, or another episode finished meanwhile
                 self._finished.set()
 
     def _compact(self) -> None:
         try:
             self._ledger.compact()
-        except (ValueError, OSError) as error:  # the journal still has them
+        except (ValueError, OSError) as error:  # nothing is lost: the journal still has the episodes
             log.error("finished episodes are not in the store yet: %s", error)
 
     # Routes
@@ -175,15 +175,17 @@ class _Gateway:
             if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {self._token}".encode()):
                 raise ApiError(401, "invalid_api_key", "wrong or missing bearer token")
         if not _NAME.fullmatch(episode):
-            raise ApiError(400, "invalid_name", "an episode's name is 1 to 200 letters, digits and . _ : @ + = , ~ -")
+            raise ApiError(
+                400, "invalid_name", "an episode's name must be 1 to 200 letters, digits and . _ : @ + = , ~ -"
+            )
 
     def check_model(self, name: str) -> None:
         if name != self._model:
-            message = f"there is no model {name[:60]!r} here, only {self._model!r}"
+            message = f"there is no model {name[:60]!r}, only {self._model!r}"
             raise ApiError(404, "model_not_found", message, "model")
 
     def _check_journal(self) -> None:
-        """Before anything is sampled that could not be recorded."""
+        """Refuse a request that could not be recorded."""
         if broken := self._ledger.broken:
             raise ApiError(503, "not_recorded", str(broken))
 
@@ -200,18 +202,18 @@ class _Gateway:
         reward, recorded = self._ledger.reward(name), self._ledger.calls(name)
         if reward is None and not recorded:
             raise _no_episode(name)
-        seen = [r.history for r in recorded]
+        histories = [r.history for r in recorded]
         return {
             "episode": name,
             "finished": reward is not None,
             "reward": reward,
-            "stored": reward is not None and not recorded,  # from then on the store knows about its calls
+            "stored": reward is not None and not recorded,  # then only the store has its calls
             "running": len(self._running.get(name, ())),
             "calls": len(recorded),
             "aborted": sum(r.call.stop is StopReason.ABORTED for r in recorded),
             "prompt_tokens": sum(len(r.call.prompt) for r in recorded),
             "completion_tokens": sum(len(r.call.completion) for r in recorded),
-            "drift": [{"call": t} | asdict(h) for t, h in enumerate(seen) if h.replies],
+            "drift": [{"call": t} | asdict(h) for t, h in enumerate(histories) if h.replies],
         }
 
     async def reward(self, name: str, request: Request) -> Json:
@@ -224,11 +226,11 @@ class _Gateway:
         if known is None:
             await self._finish(name, outcome)
         elif known != outcome.reward:
-            raise ApiError(409, "episode_finished", f"episode {name!r} is finished already, with reward {known}")
-        return {"episode": name, "finished": True, "reward": outcome.reward}  # again, for a client that asks again
+            raise ApiError(409, "episode_finished", f"episode {name!r} is already finished, with reward {known}")
+        return {"episode": name, "finished": True, "reward": outcome.reward}  # also if the client repeats the request
 
     async def _finish(self, name: str, outcome: Outcome) -> None:
-        self._finishing.add(name)  # no new calls
+        self._finishing.add(name)  # refuses new calls
         try:
             while calls := self._running.get(name):
                 await asyncio.wait([call.task for call in calls])
@@ -245,11 +247,11 @@ class _Gateway:
         self.check_model(asked.model)
         self._check_journal()
         if self._ledger.reward(name) is not None or name in self._finishing:
-            raise ApiError(409, "episode_finished", f"episode {name!r} is finished: its reward has come")
+            raise ApiError(409, "episode_finished", f"episode {name!r} is finished: it has its reward")
         call = self._start_call(name, asked)
         if not await until_disconnect(request, call.first_token() if asked.stream else asyncio.wait([call.task])):
             call.cancel()
-            return Response(status_code=499)  # to nobody
+            return Response(status_code=499)  # nobody receives it; 499 is nginx's status for a closed connection
         headers = _drift_header(call.history)
         if call.task.done() and call.task.exception():
             await call.task  # raises
@@ -263,7 +265,7 @@ class _Gateway:
     # One call
 
     def _start_call(self, name: str, asked: GenerationRequest) -> RunningCall:
-        call = RunningCall(name, self._ledger.number(), asked)
+        call = RunningCall(name, self._ledger.next_number(), asked)
         group = self._running.setdefault(name, set())
         group.add(call)
 
@@ -277,10 +279,10 @@ class _Gateway:
         return call
 
     async def _run_call(self, call: RunningCall) -> Completion:
-        """Prompt to ids, ids to the engine, its completion to the journal."""
+        """Encode the prompt, sample from the engine, and record the completion."""
         loop = asyncio.get_running_loop()
         earlier = self._ledger.calls(call.episode)
-        call.prompt, call.history = await loop.run_in_executor(self._reader, self._read, call.request, earlier)
+        call.prompt, call.history = await loop.run_in_executor(self._tokenizing, self._prompt, call.request, earlier)
         if call.history.drifted:
             log.warning(
                 "%s: %d of %d earlier replies came back as other ids than were sampled, first at position %d",
@@ -300,8 +302,8 @@ class _Gateway:
             await self._durable(self._ledger.add(self._recorded(call, completion)))
         return completion
 
-    def _read(self, asked: GenerationRequest, earlier: list[Recorded]) -> tuple[list[int], History]:
-        """The prompt's ids, and what they hold of the replies before. Runs in the tokenizer's thread."""
+    def _prompt(self, asked: GenerationRequest, earlier: list[Recorded]) -> tuple[list[int], History]:
+        """The prompt's ids, and which earlier replies they repeat. Runs in the tokenizer's thread."""
         tokenizer = self._engine.tokenizer
         for r in earlier:
             if r not in self._replies:
@@ -309,7 +311,7 @@ class _Gateway:
         replies = [self._replies[r] for r in earlier]
         ids = asked.prompt_ids(tokenizer, replies)
         if not ids:
-            raise ApiError(400, "empty_prompt", "the prompt has no token", "prompt")
+            raise ApiError(400, "empty_prompt", "the prompt has no tokens", "prompt")
         return ids, drift(tokenizer, ids, replies)
 
     def _recorded(self, call: RunningCall, completion: Completion) -> Recorded:
@@ -333,7 +335,7 @@ class _Gateway:
         except JournalError as error:
             raise ApiError(503, "not_recorded", str(error)) from None
 
-    # Its answer
+    # The answer to a call
 
     def _visible(self, call: RunningCall, completion: Completion) -> str:
         asked = call.request
@@ -348,7 +350,7 @@ class _Gateway:
         return Completed(self._visible(call, completion), str(completion.stop), ids, logprobs)
 
     async def _stream(self, call: RunningCall, request: Request) -> AsyncIterator[str]:
-        """Server-sent events. The last ones wait for the journal."""
+        """Yield server-sent events. The last ones come after the call is in the journal."""
         asked, answer = call.request, call.answer()
         text = StreamedText(self._engine.tokenizer, asked.stop, asked.include_stop_str_in_output)
         seen = 0
@@ -357,7 +359,7 @@ class _Gateway:
             while not call.task.done():
                 call.progress.clear()
                 new = call.tokens[seen:]
-                seen += len(new)  # not all of `tokens`: the engine's thread may have added some meanwhile
+                seen += len(new)  # not len(call.tokens): the engine's thread may have added tokens meanwhile
                 if piece := text.feed(new):
                     yield _event(answer.chunk(piece))
                 if len(call.tokens) == seen and not call.task.done():
@@ -369,7 +371,7 @@ class _Gateway:
             for chunk in answer.closing(text.end(completed.text), completed):
                 yield _event(chunk)
             yield "data: [DONE]\n\n"
-        except ApiError as error:  # too late for a status
+        except ApiError as error:  # the status has been sent already
             _log_failure(request, error)
             yield _event(error.body())
 
@@ -383,7 +385,7 @@ def _no_episode(name: str) -> ApiError:
 
 
 def _engine_stopped(call: RunningCall) -> ApiError:
-    message = "the engine stopped before the end; what it sampled is recorded as aborted"
+    message = "the engine stopped before the end; the tokens sampled so far are recorded as an aborted call"
     return ApiError(503, "engine_stopped", message, cause=call.failure)
 
 
@@ -395,7 +397,7 @@ def _drift_header(history: History) -> dict[str, str]:
 
 
 def _log_failure(request: Request, error: ApiError) -> None:
-    """Which route failed and why, in one line and in our words alone: a prompt could be anywhere else."""
+    """Log the route and the reason in one line, without any text from the request: that could be part of a prompt."""
     about = f" ({error.param})" if error.param else f": {error.cause}" if error.cause else ""
     log.warning("%s %s: %d %s%s", request.method, quote(request.url.path)[:300], error.status, error.code, about)
 
@@ -409,7 +411,7 @@ async def _json(request: Request) -> object:
                 raise ApiError(413, "body_too_large", f"the body is larger than {MAX_BODY} bytes")
             chunks.append(chunk)
     except ClientDisconnect:
-        raise ApiError(400, "hung_up", "the body did not come to its end") from None
+        raise ApiError(400, "hung_up", "the client disconnected before the end of the body") from None
     try:
         body: object = json.loads(b"".join(chunks))
     except (ValueError, RecursionError):

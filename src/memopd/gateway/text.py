@@ -1,4 +1,4 @@
-"""The text of sampled ids that a client sees: up to the stop string, whole or as it comes. The ids stay as they are."""
+"""The text that a client receives for sampled ids, as a whole or as a stream. It ends at the stop string."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from memopd.types import Ids
 
 
 def visible_text(tokenizer: Any, ids: Ids, stops: Sequence[str], keep_stop: bool = False) -> str:
-    """The text without special tokens, up to the stop string, or past it with `keep_stop`."""
+    """The text without special tokens, up to the stop string, which `keep_stop` includes."""
     text = _decoded(tokenizer, ids.tolist())
     end = _end(text, stops, keep_stop)
     return text if end is None else text[:end]
 
 
 class StreamedText:
-    """Text from ids as they come. It gives out no text that a later id could still change."""
+    """Decodes ids one by one. It returns only text that no later id can change."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], keep_stop: bool = False) -> None:
         self._tokenizer, self._stops, self._keep_stop = tokenizer, stops, keep_stop
-        self._ids: list[int] = []  # from the last but one place at which the text was whole
-        self._whole = 0  # ids before the last such place
+        self._ids: list[int] = []  # the ids since the second last point at which they decoded to complete characters
+        self._complete = 0  # how many of them are before the last such point
         self._text = ""
         self._shown = 0
         self._stopped = False
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that these ids make certain."""
+        """Add ids and return the text that is certain now."""
         for id in ids:
             self._ids.append(id)
-            before = _decoded(self._tokenizer, self._ids[: self._whole])
+            before = _decoded(self._tokenizer, self._ids[: self._complete])
             now = _decoded(self._tokenizer, self._ids)
-            # Half a character decodes to the replacement character; decoding from an earlier place keeps the spaces
-            # that some tokenizers drop at the beginning of a text.
+            # Half a character decodes to the replacement character. Decoding starts one point earlier, because some
+            # tokenizers drop the space at the beginning of a text.
             if len(now) > len(before) and not now.endswith("\ufffd"):
                 self._text += now[len(before) :]
-                del self._ids[: self._whole]
-                self._whole = len(self._ids)
+                del self._ids[: self._complete]
+                self._complete = len(self._ids)
         return self._show()
 
     def end(self, text: str) -> str:
-        """The rest, given all of the text."""
+        """The rest of the complete text."""
         return text[self._shown :]
 
     def _show(self) -> str:
@@ -61,7 +61,7 @@ def _decoded(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _end(text: str, stops: Sequence[str], keep_stop: bool, start: int = 0) -> int | None:
-    """Where the text ends: at the stop string that is complete first, as the engine sees them come."""
+    """Where the text ends: at the stop string that was complete first, because there the engine stopped."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, start)) >= 0]
     if not found:
         return None
@@ -70,7 +70,7 @@ def _end(text: str, stops: Sequence[str], keep_stop: bool, start: int = 0) -> in
 
 
 def _pending(text: str, stops: Sequence[str]) -> int:
-    """How much of the end may be the beginning of a stop string."""
+    """How many characters at the end may be the beginning of a stop string."""
     longest = max(map(len, stops), default=0)
     for n in range(min(longest - 1, len(text)), 0, -1):
         if any(stop.startswith(text[-n:]) for stop in stops):

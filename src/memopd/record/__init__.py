@@ -1,4 +1,4 @@
-"""Rollouts to episodes: the store, and calls that other programs recorded."""
+"""Recorded episodes: the store, and the import of calls that other programs recorded."""
 
 from memopd.record.importer import import_calls, import_episodes
 from memopd.record.store import StoreError, read_episodes, write_episodes

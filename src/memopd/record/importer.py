@@ -1,12 +1,13 @@
-"""Calls that other programs recorded, to episodes: JSON lines of calls, or a format of your own.
+"""Import calls that other programs recorded: JSON lines of calls, or a format of your own.
 
     {"episode": "e0", "prompt": [5, 6, 7], "completion": [8, 9], "logprobs": [-0.1, -2.3]}
     {"episode": "e0", "prompt": [5, 8, 9, 3], "completion": [2], "episode_reward": 1}
 
-A line has the store's columns, or the names that vLLM and trainers use for them. Only `episode`, `prompt` and
-`completion` must be there. Nothing is guessed: a field that is not understood is an error that names the line.
+The fields of a line are the store's columns, under their own names or under those that vLLM and other trainers use.
+Only `episode`, `prompt` and `completion` are required. An unknown field is an error that names the line.
 
-Your own format is one function from a file's path to episodes: `memopd import FILE --format my_module:read`.
+To read a format of your own, write a function from a file's path to episodes and name it:
+`memopd import FILE --format my_module:read`.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ ALIASES = {
 REQUIRED = ("episode", "prompt", "completion")
 _STOPS = {
     "stop": "stop",
-    "tool_calls": "stop",  # of chat servers: the model stopped by itself
+    "tool_calls": "stop",  # chat servers report this when the model stopped by itself to call a tool
     "function_call": "stop",
     "length": "length",
     "aborted": "aborted",
-    "abort": "aborted",  # vLLM's word
+    "abort": "aborted",  # vLLM's name for it
 }
 
 
 def import_calls(path: str | Path) -> Iterator[Episode]:
-    """The episodes of a .jsonl or .jsonl.gz file, one at a time; a StoreError names file and line."""
+    """Yield the episodes of a .jsonl or .jsonl.gz file. A StoreError names the file and the line."""
     path = Path(path)
     if not path.is_file():
         raise StoreError(f"{path}: no such file")
@@ -66,13 +67,13 @@ IMPORTERS: dict[str, Importer] = {"calls": import_calls}
 
 
 def import_episodes(path: str | Path, format: str = "calls") -> Iterator[Episode]:
-    """The episodes of a file, in a format of ours or in yours: `module:name`, a function from a path to episodes."""
+    """Yield the episodes of a file. `format` is "calls" or `module:name`, a function from a path to episodes."""
     read: Importer = resolve("--format", format, IMPORTERS)
-    return import_calls(path) if read is import_calls else _own(read, Path(path), format)
+    return import_calls(path) if read is import_calls else _checked(read, Path(path), format)
 
 
-def _own(read: Importer, path: Path, format: str) -> Iterator[Episode]:
-    """What a user's function gives, checked; its ValueErrors name the file."""
+def _checked(read: Importer, path: Path, format: str) -> Iterator[Episode]:
+    """Yield the episodes that a user's function returns, after a type check. Its ValueErrors name the file."""
     try:
         episodes = read(path)
         if not isinstance(episodes, Iterable):
@@ -86,14 +87,14 @@ def _own(read: Importer, path: Path, format: str) -> Iterator[Episode]:
 
 
 def _array(types: set[type], kind: str, dtype: type[Any]) -> PlainValidator:
-    """A flat list of numbers as an array. NumPy checks it: a model that visits every id is slow for long prompts."""
+    """Validate a flat list of numbers with NumPy, because pydantic would visit each id of a long prompt by itself."""
 
     def array(values: Any) -> Any:
         if type(values) is not list:
             raise ValueError(f"must be a list, got {schema.short(values)}")
-        if not set(map(type, values)) <= types:  # isinstance would take true for an integer
-            at, wrong = next((i, v) for i, v in enumerate(values) if type(v) not in types)
-            raise ValueError(f"must be a list of {kind}, got {schema.short(wrong)} at {at}")
+        if not set(map(type, values)) <= types:  # isinstance would accept true as an integer
+            index, wrong = next((i, v) for i, v in enumerate(values) if type(v) not in types)
+            raise ValueError(f"must be a list of {kind}, got {schema.short(wrong)} at {index}")
         try:
             return np.array(values, dtype)
         except OverflowError:
@@ -119,7 +120,7 @@ class SegmentFields(_Fields):
     source: int | None = None
 
 
-# The store declares a call's fields: their names, their types, and whether null says something. A line has the same.
+# The store's schema declares the names and types of the fields and whether they may be null. This adds what JSON needs.
 _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("episode", "task"), Annotated[str, BeforeValidator(lambda v: str(v) if type(v) is int else v)]),
     "prompt": Annotated[Any, _array({int}, "whole numbers", np.int64)],
@@ -134,7 +135,7 @@ _BY_TYPE = {pa.string(): str, pa.int32(): int, pa.int64(): int, pa.float64(): fl
 def _field(column: Any) -> tuple[Any, Any]:
     kind = _BY_NAME.get(column.name) or _BY_TYPE[column.type]
     names = AliasChoices(column.name, *ALIASES.get(column.name, ()))
-    default = ... if column.name in REQUIRED else None  # of a field that is left out; the types know the rest
+    default = ... if column.name in REQUIRED else None  # an omitted field gets the default of Call, Episode or Sampling
     return kind | None if column.nullable else kind, Field(default, validation_alias=names)
 
 
@@ -143,13 +144,13 @@ CallFields = create_model("CallFields", __base__=_Fields, **_COLUMNS)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
-    before, t = None, 0
+    previous, t = None, 0
     for number, given in _lines(path):
         where = f"{path}: line {number}"
         if type(given.get("episode")) not in (str, int):
             raise StoreError(f"{where}: must be a JSON object with an episode, a string or a whole number")
         id = str(given["episode"])
-        before, t = id, t + 1 if id == before else 0
+        previous, t = id, t + 1 if id == previous else 0
         try:
             line = CallFields.model_validate(given)
         except ValidationError as error:
@@ -168,7 +169,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _message(error: ValidationError, given: Row) -> str:
-    """The first of pydantic's errors: the field under the store's name, and what is wrong with it."""
+    """Describe the first of pydantic's errors: the field, under the store's name for it, and the problem."""
     first = error.errors(include_url=False)[0]
     where = first["loc"]
     name = next((name for name, others in ALIASES.items() if where[0] in others), str(where[0]))

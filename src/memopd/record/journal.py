@@ -1,12 +1,12 @@
-"""An append-only journal: what must be on disk before an answer leaves.
+"""An append-only journal for records that must be on disk before a client gets an answer.
 
     segment   "MEMOPDJ1", then records
     record    length of the payload u32 | CRC-32 of the payload u32 | CRC-32 of these eight bytes u32 | payload
 
-A process that is killed leaves a prefix of what it wrote. So a last record that the end of the file cuts short was
-being written, nobody has been answered for it, and it is cut off. The header has a checksum of its own because a
-flipped bit in a length would otherwise look like that, and take every later record along. All else that does not
-check out is damage and an error.
+A killed process leaves a prefix of the bytes that it wrote. If the file ends in the middle of its last record, the
+process was still writing that record and had confirmed it to no client, so the journal removes it. The header has its
+own checksum: without it, a flipped bit in a length would look like an incomplete record, and all records after it would
+be lost. Any other mismatch means that the file is damaged, and raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memopd.files import sync, whole
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 << 20
-_GROUP_BYTES = 16 << 20  # one write and one fsync take no more than this, and what came with it
+_GROUP_BYTES = 16 << 20  # a group of records gets one write and one fsync; it is closed when it reaches this size
 _MAGIC = b"MEMOPDJ1"
 _HEADER = struct.Struct("<III")
 
@@ -38,27 +38,27 @@ _Entry: TypeAlias = tuple[bytes, "Future[int]"]
 
 
 class JournalError(ValueError):
-    """A journal that cannot be read, or no longer written: one line that names the file and the place."""
+    """The journal cannot be read, or can no longer be written. The message is one line that names the file."""
 
 
 class Journal:
-    """Numbered segment files in a directory of their own. `append` may be called from any thread.
+    """Numbered segment files in a directory of their own. A full one is sealed. `append` is thread-safe.
 
-    Writers that wait at the same time share one fsync: a thread takes all that has come, writes it, makes it
-    durable, and only then resolves the futures.
+    Callers that wait at the same time share one fsync: a thread takes all queued records, writes them, makes them
+    durable, and only then resolves their futures.
     """
 
     def __init__(self, directory: str | Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.directory)  # one process writes; the lock dies with it
+        self._lock = _locked(self.directory)  # only one process may write; its lock ends with the process
         self._segment_bytes = segment_bytes
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
         self._broken: JournalError | None = None
         self._closed = False
         self._handle = -1
         try:
-            self._numbers = self._found()
+            self._numbers = self._segments_on_disk()
             self._open_last()
         except BaseException:
             if self._handle >= 0:
@@ -70,12 +70,12 @@ class Journal:
 
     @property
     def broken(self) -> JournalError | None:
-        """Why nothing more can be written."""
+        """The error that ended writing, if there was one."""
         return self._broken
 
     @property
     def sealed(self) -> list[int]:
-        """The segments that are no longer written to, oldest first."""
+        """The numbers of the segments that are full, oldest first."""
         return self._numbers[:-1]
 
     @property
@@ -86,37 +86,38 @@ class Journal:
         return self._path(segment).stat().st_size
 
     def records(self) -> Iterator[tuple[int, bytes]]:
-        """Every record, oldest first, with its segment. To be read before the first `append`."""
+        """Yield every record, oldest first, with the number of its segment. Call it before the first `append`."""
         for number in list(self._numbers):
             path = self._path(number)
             data = path.read_bytes()
-            for start, stop in _payloads(path, data, last=False):  # a torn tail is gone by now
+            for start, stop in _payloads(path, data, last=False):  # _open_last has removed an incomplete record
                 yield number, data[start:stop]
 
-    def append(self, payload: bytes, landed: Callable[[Future[int]], None] | None = None) -> Future[int]:
-        """Resolves when the record is durable, with the number of its segment.
+    def append(self, payload: bytes, on_durable: Callable[[Future[int]], None] | None = None) -> Future[int]:
+        """Write a record. The future resolves to the number of its segment as soon as the record is durable.
 
-        `landed` is called with the future before that segment can be sealed.
+        The journal calls `on_durable` with the future, also if writing failed, before it seals that segment.
         """
         if not payload or self._closed:
             raise ValueError("the journal is closed" if self._closed else "a record must not be empty")
         future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # whoever waits may go away; the record stays
-        if landed:
-            future.add_done_callback(landed)  # now: later it could run at once, in the caller's thread
+        future.set_running_or_notify_cancel()  # the caller can no longer cancel it: the record will be written
+        if on_durable:
+            # Added before the record is queued: the callback of a finished future would run in the caller's thread.
+            future.add_done_callback(on_durable)
         self._queue.put((payload, future))
         return future
 
     def drop(self, segment: int) -> None:
-        """Delete the oldest segment: gaps would look like a lost file."""
+        """Delete the oldest segment. Only the oldest: a gap in the numbers would look like a lost file."""
         if segment != self._numbers[0] or len(self._numbers) == 1:
-            raise ValueError(f"segment {segment} is not the oldest of those no longer written to")
+            raise ValueError(f"segment {segment} is not the oldest of the full segments")
         self._path(segment).unlink()
         sync(self.directory)
         self._numbers.pop(0)
 
     def rewrite(self, segment: int, keep: Callable[[bytes], bool]) -> None:
-        """Replace a sealed segment by one with the records worth keeping, in one step."""
+        """Replace a full segment atomically by one that has only the records for which `keep` is true."""
         if segment not in self.sealed:
             raise ValueError(f"segment {segment} is still written to")
         path = self._path(segment)
@@ -127,7 +128,7 @@ class Journal:
             file.writelines(_framed(payload) for payload in payloads if keep(payload))
 
     def close(self) -> None:
-        """Writes what waits, then lets another process in."""
+        """Write all queued records, then release the lock for other processes."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -138,8 +139,8 @@ class Journal:
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:08d}.journal"
 
-    def _found(self) -> list[int]:
-        for leftover in self.directory.glob(".*.journal"):  # of a rewrite that was killed
+    def _segments_on_disk(self) -> list[int]:
+        for leftover in self.directory.glob(".*.journal"):  # from a process that was killed during a rewrite
             leftover.unlink()
         files = sorted(self.directory.glob("*.journal"))
         for path in files:
@@ -157,14 +158,19 @@ class Journal:
             return
         path = self._path(self._numbers[-1])
         data = path.read_bytes()
-        if len(data) < len(_MAGIC) and _MAGIC.startswith(data):  # killed while it was being started
+        if len(data) < len(_MAGIC) and _MAGIC.startswith(data):  # the process was killed while it created the segment
             path.write_bytes(_MAGIC)
             end = len(_MAGIC)
         else:
             end = max((stop for _, stop in _payloads(path, data, last=True)), default=len(_MAGIC))
         self._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         if end < len(data):
-            log.warning("%s: cut %d bytes off at %d: a record that was being written", path, len(data) - end, end)
+            log.warning(
+                "%s: removed %d bytes at offset %d: the process was killed while it wrote this record",
+                path,
+                len(data) - end,
+                end,
+            )
             os.ftruncate(self._handle, end)
         os.fsync(self._handle)
         self._size = end
@@ -189,23 +195,23 @@ class Journal:
                 continue
             number = self._numbers[-1]
             for _, future in batch:
-                future.set_result(number)
+                future.set_result(number)  # runs the `on_durable` callbacks, before the next segment starts
             if self._size >= self._segment_bytes:
                 try:
                     self._start(number + 1)
-                except OSError as failed:
-                    self._broken = self._failed(failed)
+                except OSError as failure:
+                    self._broken = self._failed(failure)
 
     def _group(self) -> list[_Entry]:
-        """Waits for one record and takes all that came with it; empty at the end."""
+        """Wait for a record and return it with all others in the queue. Empty when the journal is closed."""
         batch: list[_Entry] = []
         size = 0
-        with suppress(Empty):  # no more have come yet
+        with suppress(Empty):  # the queue has no more records
             while size < _GROUP_BYTES:
                 entry = self._queue.get(block=not batch)
                 if entry is None:
                     if batch:
-                        self._queue.put(None)  # for the next round
+                        self._queue.put(None)  # so that the next call returns an empty batch
                     break
                 batch.append(entry)
                 size += len(entry[0])
@@ -218,8 +224,8 @@ class Journal:
                 view = view[os.write(self._handle, view) :]
             os.fdatasync(self._handle)
         except OSError as error:
-            # Half a record may stand in the file, and a failed fsync is not to be asked again: pages that it could
-            # not write count as clean afterwards. A restart reads the file and cuts it where it must.
+            # The file may end with half a record, and another fsync could report success although data is lost: the
+            # kernel marks pages as clean even if it failed to write them. A restart reads and repairs the file.
             return self._failed(error)
         self._size += len(data)
         return None
@@ -234,22 +240,22 @@ def _framed(payload: bytes) -> bytes:
 
 
 def _payloads(path: Path, data: bytes, last: bool) -> Iterator[tuple[int, int]]:
-    """Where the payloads begin and end. Stops at a torn tail if this is the `last` segment; damage raises."""
+    """Yield where each payload begins and ends. Stop at an incomplete record of the `last` segment."""
     if not data.startswith(_MAGIC):
         raise JournalError(f"{path}: damaged at offset 0: it does not begin with {_MAGIC.decode()}")
     at = len(_MAGIC)
     while at < len(data):
         start = at + _HEADER.size
         if start > len(data):
-            torn, intact, stop = True, False, start
+            incomplete, intact, stop = True, False, start
         else:
-            length, checksum, of_header = _HEADER.unpack_from(data, at)
+            length, checksum, header_checksum = _HEADER.unpack_from(data, at)
             stop = start + length
-            whole_header = zlib.crc32(data[at : start - 4]) == of_header
-            # Zeros to the end: the file had grown when the machine went down, its last pages had not come.
-            torn = stop > len(data) if whole_header else data.count(0, at) == len(data) - at
-            intact = whole_header and not torn and zlib.crc32(memoryview(data)[start:stop]) == checksum
-        if torn and last:
+            header_intact = zlib.crc32(data[at : start - 4]) == header_checksum
+            # Zeros up to the end: after a power cut the file may have its new length but not its last pages.
+            incomplete = stop > len(data) if header_intact else data.count(0, at) == len(data) - at
+            intact = header_intact and not incomplete and zlib.crc32(memoryview(data)[start:stop]) == checksum
+        if incomplete and last:
             return
         if not intact:
             raise _damaged(path, at)

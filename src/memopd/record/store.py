@@ -1,9 +1,9 @@
-"""The episode store: Parquet, one row a call, so that pandas, polars and `datasets` open it as it is.
+"""The episode store: Parquet with one row per call, which pandas, polars and `datasets` can open.
 
     A: "PAR1", row groups   |   sha256 of A and F, 32 bytes   |   F: footer, its length, "PAR1"
 
-A Parquet reader finds the footer from the end of the file and all else by absolute offsets, so nobody but this
-module sees the digest. Page checksums cover the pages alone; the digest covers every bit of the file.
+A Parquet reader finds the footer from the end of the file and everything else by absolute offsets, so other readers
+skip the digest. Parquet's own checksums cover only the pages; the digest covers every bit of the file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from io import BufferedRandom
 from itertools import count, groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import numpy as np
@@ -27,72 +30,67 @@ from memopd.files import sync
 from memopd.types import Call, Episode, Sampling, Segment
 
 Row: TypeAlias = dict[str, Any]  # column to value
-Column: TypeAlias = tuple[str, Any, bool, Callable[[Episode, int, Call], Any]]
+
+
+class Column(NamedTuple):
+    name: str
+    type: Any
+    source: str  # the attribute of a call, of its episode or of the episode's sampling
+    nullable: bool = False
+
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()
 _IDS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float64())
-_SEGMENT = pa.struct({"kind": pa.string(), "start": pa.int32(), "stop": pa.int32(), "source": pa.int32()})
-_OF_SEGMENT = [field.name for field in _SEGMENT]
+_SEGMENTS = pa.list_(pa.struct({"kind": _TEXT, "start": pa.int32(), "stop": pa.int32(), "source": pa.int32()}))
 
-# Name, type, whether it may be null, and its value for call t of an episode.
-_COLUMNS: list[Column] = [
-    ("episode", _TEXT, False, lambda e, t, c: e.id),
-    ("task", _TEXT, False, lambda e, t, c: e.task_id),
-    ("call", pa.int32(), False, lambda e, t, c: t),
-    ("prompt", _IDS, False, lambda e, t, c: c.prompt),
-    ("completion", _IDS, False, lambda e, t, c: c.completion),
-    ("logprobs", _LOGPROBS, True, lambda e, t, c: c.logprobs),
-    ("stop", _TEXT, True, lambda e, t, c: c.stop),
-    ("reward", _FLOAT, False, lambda e, t, c: c.reward),
-    ("trainable", pa.bool_(), False, lambda e, t, c: c.trainable),
-    ("purpose", _TEXT, False, lambda e, t, c: c.purpose),
-    ("policy_version", _INT, False, lambda e, t, c: c.policy_version),
-    (
-        "segments",
-        pa.list_(_SEGMENT),
-        False,
-        lambda e, t, c: [{f: getattr(s, f) for f in _OF_SEGMENT} for s in c.segments],
-    ),
-    # The episode's own, the same on each of its rows.
-    ("episode_reward", _FLOAT, False, lambda e, t, c: e.reward),
-    ("temperature", _FLOAT, False, lambda e, t, c: e.sampling.temperature),
-    ("top_p", _FLOAT, False, lambda e, t, c: e.sampling.top_p),
-    ("top_k", _INT, False, lambda e, t, c: e.sampling.top_k),
-    ("max_tokens", _INT, True, lambda e, t, c: e.sampling.max_tokens),
-    ("seed", _INT, True, lambda e, t, c: e.seed),
-    ("started", _FLOAT, True, lambda e, t, c: e.started),
-    ("ended", _FLOAT, True, lambda e, t, c: e.ended),
-    ("memory", _TEXT, False, lambda e, t, c: e.memory),
+# The only list of the recorded fields: the Arrow schema, the writer, the reader and the importer all follow it.
+_COLUMNS = [
+    Column("episode", _TEXT, "episode.id"),
+    Column("task", _TEXT, "episode.task_id"),
+    Column("call", pa.int32(), "number"),
+    Column("prompt", _IDS, "call.prompt"),
+    Column("completion", _IDS, "call.completion"),
+    Column("logprobs", _LOGPROBS, "call.logprobs", nullable=True),
+    Column("stop", _TEXT, "call.stop", nullable=True),
+    Column("reward", _FLOAT, "call.reward"),
+    Column("trainable", pa.bool_(), "call.trainable"),
+    Column("purpose", _TEXT, "call.purpose"),
+    Column("policy_version", _INT, "call.policy_version"),
+    Column("segments", _SEGMENTS, "call.segments"),
+    # The fields of the episode are the same on each of its rows.
+    Column("episode_reward", _FLOAT, "episode.reward"),
+    Column("temperature", _FLOAT, "episode.sampling.temperature"),
+    Column("top_p", _FLOAT, "episode.sampling.top_p"),
+    Column("top_k", _INT, "episode.sampling.top_k"),
+    Column("max_tokens", _INT, "episode.sampling.max_tokens", nullable=True),
+    Column("seed", _INT, "episode.seed", nullable=True),
+    Column("started", _FLOAT, "episode.started", nullable=True),
+    Column("ended", _FLOAT, "episode.ended", nullable=True),
+    Column("memory", _TEXT, "episode.memory"),
 ]
 _VERSION = b"1"
-SCHEMA = pa.schema(
-    [pa.field(name, type_, nullable) for name, type_, nullable, _ in _COLUMNS],
-    metadata={b"memopd.schema": _VERSION},
-)
-_REQUIRED = [name for name, _, nullable, _ in _COLUMNS if not nullable]
-_OF_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
-_OF_EPISODE = ("seed", "started", "ended", "memory")
-_SHARED = ("task", "episode_reward", *_OF_SAMPLING, *_OF_EPISODE)
-_OF_CALL = ("prompt", "completion", "logprobs", "stop", "reward", "trainable", "purpose", "policy_version")
+SCHEMA = pa.schema([pa.field(c.name, c.type, c.nullable) for c in _COLUMNS], metadata={b"memopd.schema": _VERSION})
+_REQUIRED = [c.name for c in _COLUMNS if not c.nullable]
+_SHARED = [c.name for c in _COLUMNS if c.source.startswith("episode.")]
 
-# A row group is a few MB however long the calls are. Writer and reader hold one at a time.
+# A row group is a few MB, however long the calls are. The writer and the reader hold one in memory at a time.
 _GROUP_TOKENS, _GROUP_CALLS = 1 << 20, 1 << 14
-_UNREADABLE = (pa.ArrowException, OSError, UnicodeError, MemoryError)  # what Arrow makes of damaged bytes
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeError, MemoryError)  # the errors that Arrow raises for damaged bytes
 _MAGIC, _DIGEST_BYTES, _HASH_CHUNK = b"PAR1", 32, 1 << 20
 
 
 class StoreError(ValueError):
-    """Recorded calls that cannot be used: one line that names the file and, where there is one, the row."""
+    """Recorded calls cannot be used. The message is one line that names the file and, where possible, the row."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
 
 
 def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: bool = False) -> int:
-    """Write a store and return the number of episodes. All of it appears at `path`, durable, or none of it.
+    """Write a store durably and return the number of episodes. If this fails, `path` stays as it was.
 
-    `name.parquet` is one file, replaced only with `overwrite`; any other path is a directory that gets one more
-    part. `episodes` is consumed as it is written: a generator of any length will do.
+    `name.parquet` is one file, which is replaced only with `overwrite`. Any other path is a directory, and each call
+    adds a part to it. `episodes` may be a generator of any length: one row group at a time is in memory.
     """
     path = Path(path)
     single = path.suffix == ".parquet"
@@ -101,7 +99,7 @@ def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: 
     if single and path.exists() and not overwrite:
         raise StoreError(f"{path}: exists already; choose another name or remove it (overwrite=True from Python)")
     directory = path.parent if single else path
-    made = [d for d in (directory, *directory.parents) if not d.exists()]
+    created = [d for d in (directory, *directory.parents) if not d.exists()]
     temporary = directory / f".{path.stem}.{uuid4().hex}.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -110,22 +108,22 @@ def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: 
             _seal(file)
         sync(temporary)
         _publish(temporary, path, overwrite)
-        for changed in (directory, *(d.parent for d in made)):
+        for changed in (directory, *(d.parent for d in created)):
             sync(changed)
-    except BaseException:  # whatever it was, an interrupt too, leaves nothing behind
-        with suppress(OSError):  # a directory that somebody else uses by now stays
+    except BaseException:  # clean up after an interrupt too
+        with suppress(OSError):  # keep a directory that another process uses by now
             temporary.unlink(missing_ok=True)
-            for directory in made:
+            for directory in created:
                 directory.rmdir()
         raise
     return written
 
 
 def read_episodes(path: str | Path) -> Iterator[Episode]:
-    """The episodes of one file, or of a directory's *.parquet in the order of their names.
+    """Yield the episodes of one file, or of a directory's *.parquet in the order of their names.
 
-    A file is checked as a whole before its first episode is given out. Token ids and log-probabilities are
-    read-only views of their row group, not copies.
+    Each file is checked completely before its first episode. Token ids and log-probabilities are read-only views of
+    their row group, not copies.
     """
     path = Path(path)
     if not path.exists():
@@ -137,10 +135,10 @@ def read_episodes(path: str | Path) -> Iterator[Episode]:
 
 
 def _read_files(files: list[Path]) -> Iterator[Episode]:
-    home: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         for episode in _read_file(file):
-            if (before := home.setdefault(episode.id, file)) != file:
+            if (before := file_of.setdefault(episode.id, file)) != file:
                 raise StoreError(
                     f"{file}: episode {episode.id!r} is in {before.name} already; remove one of the two files"
                 )
@@ -148,9 +146,9 @@ def _read_files(files: list[Path]) -> Iterator[Episode]:
 
 
 def assemble(path: Path, rows: Iterable[tuple[str, Row]]) -> Iterator[Episode]:
-    """Rows, each with its place ("row 17"), to episodes, checked by the types.
+    """Build episodes from rows. Each row comes with its place ("row 17"), which errors name.
 
-    A row may leave out what has a default. What it says of its episode must agree with the rows before.
+    A row may omit fields that have a default. The rows of an episode must agree about the episode's own fields.
     """
     seen: set[str] = set()
     for id, group in groupby(rows, key=lambda placed: placed[1]["episode"]):
@@ -166,9 +164,9 @@ def assemble(path: Path, rows: Iterable[tuple[str, Row]]) -> Iterator[Episode]:
                     if field in row and row[field] is None:
                         raise ValueError(f"{field}: must not be null")
                 if id in seen:
-                    raise ValueError("the episode's calls must be consecutive, and others have come between")
+                    raise ValueError("the episode's calls must be consecutive, but those of another are in between")
                 if t != len(calls):
-                    raise ValueError(f"call {len(calls)} must come here: each in its order, none left out")
+                    raise ValueError(f"call {len(calls)} must come here: calls must be complete and in order")
                 for field in _SHARED:
                     if field in row and shared.setdefault(field, row[field]) != row[field]:
                         raise ValueError(f"{field}: {row[field]!r} here, {shared[field]!r} earlier in the episode")
@@ -184,22 +182,25 @@ def assemble(path: Path, rows: Iterable[tuple[str, Row]]) -> Iterator[Episode]:
 
 
 def _call(name: str, row: Row) -> Call:
-    segments = row.get("segments", ())
+    fields = _fields("call", row)
+    segments = fields.pop("segments", ())
     if any(s is None or None in (s["kind"], s["start"], s["stop"]) for s in segments):
         raise ValueError("segments: kind, start and stop must not be null")
-    given = {f: row[f] for f in _OF_CALL if f in row}
-    return Call(**given, segments=tuple(Segment(**s) for s in segments), name=name)
+    return Call(**fields, segments=tuple(Segment(**s) for s in segments), name=name)
 
 
 def _episode(id: str, calls: list[Call], shared: Row) -> Episode:
-    task = shared.get("task", id)  # of no known task: a group of its own
-    sampling = Sampling(**{f: shared[f] for f in _OF_SAMPLING if f in shared})
-    rest = {f: shared[f] for f in _OF_EPISODE if f in shared}
-    return Episode(id, task, tuple(calls), shared.get("episode_reward", 0.0), sampling, **rest)
+    fields = {"task_id": id} | _fields("episode", shared)  # without a task, the episode is a group of its own
+    return Episode(**fields, calls=tuple(calls), sampling=Sampling(**_fields("episode.sampling", shared)))
+
+
+def _fields(owner: str, row: Row) -> dict[str, Any]:
+    sources = ((c.name, *c.source.rpartition(".")) for c in _COLUMNS)
+    return {field: row[name] for name, of, _, field in sources if of == owner and name in row}
 
 
 def _located(path: Path, place: str, name: str, error: Exception) -> StoreError:
-    message = str(error)  # names the call already where the types know it
+    message = str(error)  # errors of `Call` and `Episode` begin with the name already
     return StoreError(f"{path}: {place}: " + (message if message.startswith(name) else f"{name}: {message}"))
 
 
@@ -211,7 +212,7 @@ def _write(file: BufferedRandom, path: Path, episodes: Iterable[Episode]) -> int
         file,
         SCHEMA,
         compression="zstd",
-        use_dictionary=[name for name, type_, _, _ in _COLUMNS if type_ == _TEXT],
+        use_dictionary=[column.name for column in _COLUMNS if column.type == _TEXT],
         use_byte_stream_split=["logprobs.list.element"],
         write_page_checksum=True,
     ) as writer:
@@ -231,24 +232,26 @@ def _write(file: BufferedRandom, path: Path, episodes: Iterable[Episode]) -> int
 
 
 def _batch(path: Path, episodes: list[Episode]) -> Any:
-    rows = [(e, t, c) for e in episodes for t, c in enumerate(e.calls)]
+    rows = [SimpleNamespace(episode=e, number=t, call=c) for e in episodes for t, c in enumerate(e.calls)]
     arrays = []
-    for name, type_, nullable, value in _COLUMNS:
+    for column in _COLUMNS:
         try:
-            array = _array([value(*row) for row in rows], type_)
-            if array.null_count and not nullable:
+            array = _array(list(map(attrgetter(column.source), rows)), column.type)
+            if array.null_count and not column.nullable:
                 raise ValueError("must not be None")
         except (ValueError, TypeError, OverflowError) as error:
             for episode in episodes if len(episodes) > 1 else ():
-                _batch(path, [episode])  # the one that is at fault raises
-            raise StoreError(f"{path}: episode {episodes[0].id!r}: {name}: {error}") from None
+                _batch(path, [episode])  # raises for the episode with the wrong value
+            raise StoreError(f"{path}: episode {episodes[0].id!r}: {column.name}: {error}") from None
         arrays.append(array)
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
 
 def _array(values: list[Any], type_: Any) -> Any:
+    if type_ == _SEGMENTS:
+        values = [[asdict(segment) for segment in segments] for segments in values]
     if type_ not in (_IDS, _LOGPROBS):
-        return pa.array(values, type_, from_pandas=True)  # a time that is NaN is one that is not known
+        return pa.array(values, type_, from_pandas=True)  # reads a NaN as null: an unknown time
     offsets = np.cumsum([0] + [0 if v is None else len(v) for v in values], dtype=np.int32)
     flat = np.concatenate([np.empty(0, type_.value_type.to_pandas_dtype()), *(v for v in values if v is not None)])
     return pa.ListArray.from_arrays(offsets, pa.array(flat), mask=pa.array([v is None for v in values]))
@@ -272,15 +275,15 @@ def _publish(temporary: Path, path: Path, overwrite: bool) -> None:
         numbers = [int(p.stem[5:]) for p in path.glob("part-*.parquet") if p.stem[5:].isdecimal()]
         parts = (path / f"part-{n:05d}.parquet" for n in count(max(numbers, default=-1) + 1))
         while not _rename_new(temporary, next(parts)):
-            pass  # another writer was faster
+            pass  # another writer took this number
     elif overwrite:
         os.replace(temporary, path)
     elif not _rename_new(temporary, path):
-        raise StoreError(f"{path}: somebody else wrote it meanwhile; pass overwrite=True to replace it")
+        raise StoreError(f"{path}: another process wrote it meanwhile; pass overwrite=True to replace it")
 
 
 def _rename_new(temporary: Path, target: Path) -> bool:
-    """Rename, but never over an existing file: os.replace alone would."""
+    """Rename without replacing an existing file, which os.replace would do. Return whether it worked."""
     try:
         os.link(temporary, target)
     except FileExistsError:
@@ -305,14 +308,14 @@ def _read_file(path: Path) -> Iterator[Episode]:
             if intact:
                 yield from episodes
             else:
-                deque(episodes, maxlen=0)  # a bad row or another schema says more than a bad checksum
+                deque(episodes, maxlen=0)  # prefer an error about a row or the schema, which says more
         except _UNREADABLE as error:
             if intact:
                 raise StoreError(f"{path}: cannot be read as Parquet: {error}") from None
         if not intact:
             raise StoreError(
                 f"{path}: checksum does not match: the file is damaged, or another program wrote it; restore it "
-                "from a copy, or bring what was changed on purpose in as JSON lines (memopd.record.import_calls)"
+                "from a copy, or import an intended change as JSON lines (memopd.record.import_calls)"
             )
 
 
@@ -348,7 +351,7 @@ def _rows(path: Path, source: Any) -> Iterator[tuple[str, Row]]:
 def _values(column: Any) -> list[Any]:
     if column.type not in (_IDS, _LOGPROBS):
         return list(column.to_pylist())
-    # A null among the ids is then refused as a negative id, one among the log-probabilities as not finite.
+    # `Call` then refuses a null id as negative and a null log-probability as not finite.
     flat = (column.values.fill_null(-1) if column.type == _IDS else column.values).to_numpy(zero_copy_only=False)
     values: list[Any] = [flat[start:stop] for start, stop in pairwise(column.offsets.to_pylist())]
     for null in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) if column.null_count else ():
@@ -362,8 +365,8 @@ def _check_schema(path: Path, schema: Any) -> None:
         raise StoreError(f"{path}: not an episode store of version 1: its metadata has memopd.schema {version!r}")
     found, wanted = ({field.name: field.type for field in fields} for fields in (schema, SCHEMA))
     for name in wanted | found:
-        here, must = found.get(name, "missing"), wanted.get(name, "missing")
-        if here != must:
-            raise StoreError(f"{path}: another schema: column {name!r} is {here}, must be {must}")
+        actual, expected = found.get(name, "missing"), wanted.get(name, "missing")
+        if actual != expected:
+            raise StoreError(f"{path}: another schema: column {name!r} is {actual}, must be {expected}")
     if len(found) < len(schema):
-        raise StoreError(f"{path}: another schema: two columns have one name")
+        raise StoreError(f"{path}: another schema: two columns have the same name")
