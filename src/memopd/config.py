@@ -286,7 +286,7 @@ def _with_current_names(table: dict[str, Any], source: str) -> dict[str, Any]:
             optimise["algorithm"] = "grpo"
         case other:
             raise ValueError(
-                f"{source}: optimise.advantages: {other!r} is not one of gae, group; it is now called optimise.algorithm"
+                f"{source}: optimise.advantages: {other!r} is not one of gae, group; it is now optimise.algorithm"
             )
     return table | {"optimise": optimise}
 

@@ -3,8 +3,8 @@
     resolve("tasks.memory", "mem1", RULES)                     a built-in rule
     resolve("tasks.memory", "my_rules:LastTwo", RULES, ...)    a class in my_rules.py, here or on PYTHONPATH
 
-Modules are also searched for in the working directory, as `python -m` does. A mistake is reported in one line that names
-the setting, before any model is loaded: a run resolves all its names first.
+Modules are also searched for in the working directory, as `python -m` does. A mistake is reported in one line that
+names the setting, before any model is loaded: a run resolves all its names first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_parameters(setting: str, name: str, part: Callable[..., Any], offered:
     needed = [p for p, has_default in parameters(part).items() if not has_default]
     if unknown := [p for p in needed if p not in offered]:
         raise ValueError(
-            f"{setting}: {name!r} has parameters {', '.join(unknown)}, but only {', '.join(offered) or 'nothing'} can be passed: "
+            f"{setting}: {name!r} needs {', '.join(unknown)}; available: {', '.join(offered) or 'nothing'}; "
             "rename the parameter, or give it a default"
         )
 

@@ -141,7 +141,7 @@ def test_a_failed_search_is_an_answer_and_the_next_works():
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        ({"queries": WORDS[:9]}, "queries: at most 8 a request, got 9"),
+        ({"queries": WORDS[:9]}, "queries: at most 8 per request, got 9"),
         ({"queries": ["amber", "a" * 101]}, "queries: at most 100 characters each, got 101"),
         ({"queries": ["amber"], "topk": 21}, "topk: at most 20, got 21"),
         ({"queries": ["amber"], "topk": -1}, "topk: must be 0 or more, got -1"),

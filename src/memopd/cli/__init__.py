@@ -1,4 +1,4 @@
-"""The `memopd` command, with one subcommand per stage. Subcommands import torch only when they run, never for --help."""
+"""The `memopd` command, with one subcommand per stage. Only a running subcommand imports torch; --help does not."""
 
 from __future__ import annotations
 

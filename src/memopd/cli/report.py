@@ -24,7 +24,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write one self-contained HTML page: curves, tables, timings, and episodes that you can step through token by token."""
+    """Write one self-contained HTML page with curves, tables, timings, and episodes shown token by token."""
     if output is None and len(runs) > 1:
         raise ValueError("several runs share one page: name it with -o page.html")
     from memopd.report import write_report

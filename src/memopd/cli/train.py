@@ -28,7 +28,7 @@ def sft(
     resume: Resume = False,
     keep: Annotated[str | None, typer.Option(help="Which interactions to imitate, for example correct,valid.")] = None,
 ) -> None:
-    """Train on recorded interactions with supervision, every response in its exact state."""
+    """Train on recorded interactions by supervised learning, with every response in its exact state."""
     from memopd.config import load_config
 
     settings = load_config(config, overrides(context.args, {"sft.keep": keep}))
@@ -86,7 +86,8 @@ def explain_exhaustion(output: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ValueError(
-            f"{output}: {os.strerror(error.errno)}: free some space and continue with --resume; the last checkpoint is intact"
+            f"{output}: {os.strerror(error.errno)}: free some space and continue with --resume; the last checkpoint "
+            "is intact"
         ) from error
 
 

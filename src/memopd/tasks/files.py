@@ -3,8 +3,8 @@
     {"id": "nq-0", "question": "who founded velmora works", "golden_answers": ["Tarin Oskel"], "metadata": {}}
 
 A row of Parquet is a task of k questions: `data_source`, `prompt` (list of role, content), `ability`,
-`reward_model.ground_truth.target` (a list of alias lists), `extra_info`. We keep what the other columns cannot represent
-(ids, question texts, kinds, steps) in `extra_info`, so that reading a file gives back exactly the tasks that were written.
+`reward_model.ground_truth.target` (a list of alias lists), `extra_info`. Ids, question texts, kinds and steps, which
+the other columns cannot represent, are kept in `extra_info`, so that a file reads back as the tasks that were written.
 """
 
 from __future__ import annotations

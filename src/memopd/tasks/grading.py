@@ -2,8 +2,8 @@
 
     response ── answers_of ──> answers ── grade ──> Grade ── per_question ──> Score
 
-There are two gradings. `squad`, the default, normalises as SQuAD does and counts tokens as a bag. `mem1` does what MEM1's
-evaluation does: it keeps articles, replaces punctuation by a space, and counts tokens as a set.
+There are two gradings. `squad`, the default, normalises as SQuAD does and counts tokens as a bag. `mem1` follows MEM1's
+evaluation: it keeps articles, replaces punctuation by a space, and counts tokens as a set.
 """
 
 from __future__ import annotations
