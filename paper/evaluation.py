@@ -112,7 +112,7 @@ def _measure(part: Part, s: Evaluation, engine: Any, tokenizer: Any, index: Any)
     from memopd.types import Sampling
 
     tasks = read_tasks(part.tasks)[: s.limit or None]
-    settings = TasksConfig(memory=part.memory, grading=s.grading)  # type: ignore[arg-type]  # which checks it
+    settings = TasksConfig(memory=part.memory, grading=s.grading)
     environment, memory = build_parts(settings, tokenizer, index)
     sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
     agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, part.memory)

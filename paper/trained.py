@@ -107,7 +107,7 @@ def _read(
     if read["machine"] not in found.machines:
         found.machines.append(read["machine"])
     shared = f", {read['processes']} processes on it" if read["processes"] > 1 else ""
-    settings.append(Setting(e.grading, read["engine"] + shared, e.batch))  # type: ignore[arg-type]
+    settings.append(Setting(e.grading, read["engine"] + shared, e.batch))
     return [Measures(**m) for m in read["measures"]]
 
 
