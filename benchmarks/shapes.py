@@ -1,4 +1,4 @@
-"""The data of the benchmarks: calls of the paper's shapes with random ids, models of real shapes with random weights."""
+"""The data of the benchmarks: calls of the paper's shapes with random ids and models of real shapes."""
 
 from __future__ import annotations
 

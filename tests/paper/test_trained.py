@@ -119,7 +119,7 @@ def test_the_command_makes_tables_of_what_is_there(work, tmp_path):
     assert "| MemOPD − PPO | Q2 F1 | +0.500 | +40.0 % | 2 of 2 |" in text
     assert made["command"].startswith("python -m paper")
     two = CliRunner().invoke(app, ["main", "single", *map(str, places)])
-    assert "--config is of one experiment" in str(two.exception)
+    assert "--config belongs to one experiment" in str(two.exception)
 
 
 def test_what_is_missing_is_said_and_left_out(work, tmp_path):

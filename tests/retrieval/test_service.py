@@ -180,7 +180,7 @@ def test_a_body_too_large_is_not_read_to_its_end(url, chunked):
         assert len(sent) < 1000
         return
     assert response.status_code == 413
-    assert "at most 19,600 bytes a request" in response.json()["detail"]
+    assert "at most 19,600 bytes per request" in response.json()["detail"]
 
 
 def test_other_methods_and_paths(url):

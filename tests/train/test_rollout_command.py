@@ -79,7 +79,7 @@ def test_a_store_of_other_settings_is_not_gone_on_with(whole):
 
 def test_what_the_model_cannot_reach_is_said_in_the_words_of_the_command(tmp_path):
     line = memopd(*arguments(tmp_path / "e", "--max-context", 2000, "--max-tokens", 100)).line()
-    assert "--max-context 2000 and --max-tokens 100 make 2100 positions" in line
+    assert "--max-context 2000 and --max-tokens 100 need 2100 positions" in line
     assert "has 2048: lower one of them" in line
 
 
