@@ -68,8 +68,8 @@ function readColumn(call, t, reader, wrote) {
       blocks.push(dropped);
       dropped = null;
     }
-    const anew = piece.flat === null;
-    const title = piece.kind === "memory" ? `Memory kept${known(piece.source) ? ` from call ${piece.source}` : ""}${anew ? ", rewritten" : ""}`
+    const rewritten = piece.flat === null;
+    const title = piece.kind === "memory" ? `Memory kept${known(piece.source) ? ` from call ${piece.source}` : ""}${rewritten ? ", rewritten" : ""}`
       : piece.kind === "observation" ? `Observation${known(piece.source) ? `: the result of call ${piece.source}'s action` : ""}` : KINDS[piece.kind];
     const fold = piece.kind === "prefix" ? 200 : 2000;
     blocks.push(block(piece.kind, title, `${count(size(piece), "token")}, ${span(piece.at, size(piece))}`, reader.text(piece), { fold }));
@@ -97,13 +97,13 @@ function flattenedColumn(call, t, reader, state) {
     return block(`${piece.kind} ${mark}`, origin(piece, "of"), `${count(size(piece), "token")}, ${meta}`, reader.text(piece), { fold: 200 });
   });
   const unseen = total(call.flattened.filter((piece) => piece.at === null));
-  const anew = total(call.read.filter((piece) => piece.flat === null));
-  const same = unseen === 0 && call.moved === 0 && anew === 0;
+  const rewritten = total(call.read.filter((piece) => piece.flat === null));
+  const same = unseen === 0 && call.moved === 0 && rewritten === 0;
   const words = same ? [t === 0 ? "The same: nothing has been dropped yet." : "The same: nothing has been dropped so far, so flattening is right here."] : [
     `${count(call.begin, "token")} instead of ${call.prompt.toLocaleString("en")}. `,
     unseen ? `The agent did not see ${unseen.toLocaleString("en")} of them. ` : "",
     call.moved ? `${call.moved.toLocaleString("en")} are at another position. ` : "",
-    anew ? `${anew.toLocaleString("en")} that it saw, in rewritten text, are missing. ` : "",
+    rewritten ? `${rewritten.toLocaleString("en")} that it saw, in rewritten text, are missing. ` : "",
     `A token sampled at position ${call.prompt} would be scored at ${call.begin}, in a state that never occurred.`];
   return el("div", { class: "column flattened" },
     el("h4", {}, "What a flattened history would have contained"),
