@@ -1,6 +1,6 @@
-"""`python -m benchmarks ...`: every claim about speed has a command here.
+"""`python -m benchmarks ...`: one command for every claim about speed.
 
-What was asked for is looked at before torch is imported: a mistake is answered at once."""
+Options are checked before torch is imported, so that a mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import typer
 from memopd.cli.options import Json, Precision, device, load_model, numbers, out, plain, run, track
 
 app = typer.Typer(
-    help="Measure: every claim about speed has a command here.",
+    help="Measure speed and memory: there is one command for every claim about speed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 ATTENTIONS = ("auto", "dense", "flex", "cascade")
-Plot = Annotated[Path | None, typer.Option(help="Also draw, to this file.")]
-Repeats = Annotated[int, typer.Option(help="Timed repetitions; the median counts.")]
+Plot = Annotated[Path | None, typer.Option(help="An image file to draw the results to.")]
+Repeats = Annotated[int, typer.Option(help="Timed repetitions, of which the median is reported.")]
 
 
 def chosen(text: str, what: str, known: Iterable[str]) -> list[str]:
-    """The names in a comma-separated list."""
+    """Check the names in a comma-separated list."""
     names = text.split(",")
     for name in names:
         if name not in known:
@@ -35,7 +35,7 @@ def chosen(text: str, what: str, known: Iterable[str]) -> list[str]:
 
 
 def report(results: Iterable[Any], as_json: bool, plot_to: Path | None = None, **setting: Any) -> list[Any]:
-    """Collect results; as JSON, print each on its own line as it comes, with what it was measured on."""
+    """Collect results. As JSON, print each at once on its own line, with the setting it was measured in."""
     from benchmarks.tables import plot, tables_of
     from benchmarks.timing import machine
 
@@ -57,14 +57,14 @@ def report(results: Iterable[Any], as_json: bool, plot_to: Path | None = None, *
 
 @app.command("show")
 def bench_show(
-    results: Annotated[Path, typer.Argument(help="What a benchmark printed with --json.")],
+    results: Annotated[Path, typer.Argument(help="A file with the output of a benchmark with --json.")],
     plot: Plot = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a document.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
 ) -> None:
-    """Recorded results as tables, and as a plot."""
+    """Show recorded results as tables, and as a plot."""
     from memopd.files import json_lines
 
-    next(json_lines(results), None)  # no results at all are refused before torch is loaded
+    next(json_lines(results), None)  # a file without results is an error, before torch is imported
 
     from benchmarks.output import markdown as as_markdown
     from benchmarks.tables import load, tables_of
@@ -79,11 +79,11 @@ def bench_show(
 
 @app.command("compile")
 def bench_compile(
-    episodes: Annotated[int, typer.Option()] = 256,
-    calls: Annotated[int, typer.Option(help="Calls an episode, about 1,000 tokens each.")] = 16,
+    episodes: Annotated[int, typer.Option(help="The number of episodes.")] = 256,
+    calls: Annotated[int, typer.Option(help="Calls per episode, about 1,000 tokens each.")] = 16,
     as_json: Json = False,
 ) -> None:
-    """The compiler: tokens per second on one core, ten times the calls beside it, memory."""
+    """Measure the compiler on one core: tokens per second, memory, and the same for ten times the calls."""
     from benchmarks.compiler import run_compile
 
     results = run_compile(episodes, calls)
@@ -101,17 +101,21 @@ def bench_compile(
 
 @app.command("actor")
 def bench_actor(
-    model: Annotated[str, typer.Option(help="A model shape (random weights) or a folder.")] = "qwen2.5-3b",
-    shapes: Annotated[str, typer.Option(help="Of q2, q8, q16, audit, append; comma-separated.")] = "q2,q8,q16",
-    batches: Annotated[str, typer.Option(help="Multiples of a shape's trajectories.")] = "1,2,4",
-    episodes: Annotated[Path | None, typer.Option(help="Recorded episodes instead of shapes.")] = None,
-    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, in all arms.")] = True,
+    model: Annotated[str, typer.Option(help="A model shape, with random weights, or a model folder.")] = "qwen2.5-3b",
+    shapes: Annotated[
+        str, typer.Option(help="Shapes of calls, comma-separated: q2, q8, q16, audit, append.")
+    ] = "q2,q8,q16",
+    batches: Annotated[str, typer.Option(help="Multiples of the trajectories of a shape, comma-separated.")] = "1,2,4",
+    episodes: Annotated[Path | None, typer.Option(help="An episode store to use instead of shapes.")] = None,
+    dtype: Annotated[Precision, typer.Option(help="The precision of the models.")] = Precision.bfloat16,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the layers with torch.compile in all arms.")
+    ] = True,
     repeats: Repeats = 5,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Forward and backward of an actor over the same calls: independent, merged, packed."""
+    """Measure an actor's forward and backward pass over the same calls: independent, merged and packed."""
     from benchmarks.shapes import MODELS, NAMES, episodes_of, random_model
     from memopd.record import read_episodes
 
@@ -139,15 +143,17 @@ def bench_actor(
 
 @app.command("head")
 def bench_head(
-    decisions: Annotated[int, typer.Option()] = 8192,
-    vocabulary: Annotated[int, typer.Option()] = 151_936,
-    widths: Annotated[str, typer.Option(help="student:teacher, comma-separated.")] = "2048:3584,2048:2048,3584:3584",
-    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    decisions: Annotated[int, typer.Option(help="The number of sampled tokens.")] = 8192,
+    vocabulary: Annotated[int, typer.Option(help="The size of the vocabulary.")] = 151_936,
+    widths: Annotated[
+        str, typer.Option(help="Hidden sizes as student:teacher, comma-separated.")
+    ] = "2048:3584,2048:2048,3584:3584",
+    dtype: Annotated[Precision, typer.Option(help="The precision of the models.")] = Precision.bfloat16,
     repeats: Repeats = 5,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """log p, entropy and reverse KL over the full vocabulary, forward and backward."""
+    """Measure log p, entropy and reverse KL over the full vocabulary, forward and backward."""
     pairs = [tuple(numbers(pair, ":")) for pair in widths.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"--widths takes student:teacher pairs such as 2048:3584, got {widths!r}")
@@ -163,15 +169,15 @@ def bench_head(
 
 @app.command("attention")
 def bench_attention(
-    rows: Annotated[str, typer.Option()] = "1024,4096,16384,65536",
-    depths: Annotated[str, typer.Option()] = "2,4,8",
-    calls: Annotated[str, typer.Option(help="Calls in the trie, about.")] = "8,64,512",
-    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    rows: Annotated[str, typer.Option(help="Rows of the tries, comma-separated.")] = "1024,4096,16384,65536",
+    depths: Annotated[str, typer.Option(help="Depths of the tries, comma-separated.")] = "2,4,8",
+    calls: Annotated[str, typer.Option(help="Approximate numbers of calls, comma-separated.")] = "8,64,512",
+    dtype: Annotated[Precision, typer.Option(help="The precision of the models.")] = Precision.bfloat16,
     repeats: Repeats = 5,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """The kernels alone, on tries of several depths and sizes."""
+    """Measure the attention kernels alone, on tries of several depths and sizes."""
     row_counts, trie_depths, call_counts = (numbers(values) for values in (rows, depths, calls))
 
     import torch
@@ -185,14 +191,14 @@ def bench_attention(
 
 @app.command("rce")
 def bench_rce(
-    model: Annotated[str, typer.Option(help="A model shape, random weights.")] = "qwen2.5-3b",
-    shapes: Annotated[str, typer.Option()] = "q2,q16",
-    dtypes: Annotated[str, typer.Option()] = "float32,bfloat16",
-    attentions: Annotated[str, typer.Option()] = "cascade,flex",
-    gradients: Annotated[bool, typer.Option("--gradients/--no-gradients")] = True,
+    model: Annotated[str, typer.Option(help="A model shape, with random weights.")] = "qwen2.5-3b",
+    shapes: Annotated[str, typer.Option(help="Shapes of calls, comma-separated.")] = "q2,q16",
+    dtypes: Annotated[str, typer.Option(help="Precisions, comma-separated.")] = "float32,bfloat16",
+    attentions: Annotated[str, typer.Option(help="Attention kernels, comma-separated.")] = "cascade,flex",
+    gradients: Annotated[bool, typer.Option("--gradients/--no-gradients", help="Also compare gradients.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Packed logits and gradients against every call alone. Exit status 1 when a check does not pass."""
+    """Compare packed logits and gradients with those of every call alone. The exit status is 1 if a check fails."""
     from benchmarks.shapes import MODELS, NAMES
 
     chosen(model, "model shape", MODELS)
@@ -212,14 +218,20 @@ def bench_rce(
 
 @app.command("engine")
 def bench_engine(
-    models: Annotated[str, typer.Option(help="Of 3m, 10m: the embedded world's sizes, random weights.")] = "3m,10m",
-    dtype: Annotated[Precision, typer.Option()] = Precision.float32,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="generate with a compiled step too.")] = True,
-    vllm: Annotated[Path | None, typer.Option(help="An interpreter that has vLLM: a server beside the others.")] = None,
+    models: Annotated[
+        str, typer.Option(help="Model sizes of the embedded world, with random weights: 3m, 10m.")
+    ] = "3m,10m",
+    dtype: Annotated[Precision, typer.Option(help="The precision of the models.")] = Precision.float32,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Also measure transformers' generate with a compiled step.")
+    ] = True,
+    vllm: Annotated[
+        Path | None, typer.Option(help="A Python interpreter that has vLLM, to measure a server as well.")
+    ] = None,
     repeats: Repeats = 3,
     as_json: Json = False,
 ) -> None:
-    """The local engine beside transformers' generate, its continuous batching, and vLLM, on prompts of any length."""
+    """Compare the local engine with transformers' generate and continuous batching and with vLLM."""
     import torch
 
     from benchmarks.engine import run_engine
@@ -232,13 +244,13 @@ def bench_engine(
 
 @app.command("retrieval")
 def bench_retrieval(
-    corpus: Annotated[Path | None, typer.Option(help="A corpus of yours; a synthetic one otherwise.")] = None,
-    questions: Annotated[Path | None, typer.Option(help="FlashRAG questions with supporting_ids.")] = None,
-    passages: Annotated[int, typer.Option(help="Of the synthetic corpus.")] = 100_000,
-    queries: Annotated[int, typer.Option()] = 1000,
+    corpus: Annotated[Path | None, typer.Option(help="Your own corpus; by default a synthetic one.")] = None,
+    questions: Annotated[Path | None, typer.Option(help="Questions in FlashRAG's format with supporting_ids.")] = None,
+    passages: Annotated[int, typer.Option(help="The number of passages of the synthetic corpus.")] = 100_000,
+    queries: Annotated[int, typer.Option(help="The number of queries.")] = 1000,
     as_json: Json = False,
 ) -> None:
-    """The lexical index, the same as a service for 32 clients, and bm25s, on one corpus."""
+    """Measure the lexical index, the same index as a service for 32 clients, and bm25s, on one corpus."""
     from benchmarks.retrieval import run_retrieval
 
     report(run_retrieval(corpus, questions, passages, queries), as_json)
@@ -246,11 +258,11 @@ def bench_retrieval(
 
 @app.command("growth")
 def bench_growth(
-    sizes: Annotated[str, typer.Option(help="Passages, comma-separated.")] = "100000,1000000",
-    queries: Annotated[int, typer.Option()] = 1000,
+    sizes: Annotated[str, typer.Option(help="Numbers of passages, comma-separated.")] = "100000,1000000",
+    queries: Annotated[int, typer.Option(help="The number of queries.")] = 1000,
     as_json: Json = False,
 ) -> None:
-    """How a lexical index grows with its corpus."""
+    """Measure how a lexical index grows with its corpus."""
     from benchmarks.growth import run_growth
 
     report(run_growth(numbers(sizes), queries), as_json)
@@ -258,13 +270,15 @@ def bench_growth(
 
 @app.command("update")
 def bench_update(
-    student: Annotated[str, typer.Option(help="A model shape, random weights; the critic has it too.")] = "qwen2.5-3b",
-    teacher: Annotated[str, typer.Option(help="A model shape, random weights.")] = "qwen2.5-7b",
-    batch: Annotated[int, typer.Option(help="Times four Q2 trajectories.")] = 16,
-    dtype: Annotated[Precision, typer.Option()] = Precision.bfloat16,
+    student: Annotated[
+        str, typer.Option(help="The shape of the student and the critic, with random weights.")
+    ] = "qwen2.5-3b",
+    teacher: Annotated[str, typer.Option(help="The shape of the teacher, with random weights.")] = "qwen2.5-7b",
+    batch: Annotated[int, typer.Option(help="Multiples of four Q2 trajectories.")] = 16,
+    dtype: Annotated[Precision, typer.Option(help="The precision of the models.")] = Precision.bfloat16,
     as_json: Json = False,
 ) -> None:
-    """One whole update (score, PPO, distillation): packed, and with every call in rows of its own."""
+    """Measure one whole update (scoring, PPO, distillation), packed and with every call in its own rows."""
     from benchmarks.shapes import MODELS
 
     chosen(f"{student},{teacher}", "model shape", MODELS)

@@ -1,4 +1,4 @@
-"""An actor's forward and backward pass over the same calls, packed and not.
+"""Measures an actor's forward and backward pass over the same calls, packed and not packed.
 
 Every arm scores the same sampled tokens with the same model, the same vocabulary pass at the decisions only, and the
 best attention kernel for its layout. They differ in the rows they compute.
@@ -30,11 +30,11 @@ class Arm:
     rows: int
     seconds: float
     spread: float
-    peak_bytes: int  # above weights and gradients, which every arm has
-    speedup: float  # against the strongest exact arm that shares no rows
-    limit: float  # what the rows alone allow
+    peak_bytes: int  # in addition to weights and gradients, which every arm has
+    speedup: float  # relative to the fastest exact arm that shares no rows
+    limit: float  # the speedup that the number of rows allows
     share: float  # speedup / limit
-    memory: float  # that peak, relative to the same arm
+    memory: float  # peak_bytes relative to those of that arm
     utilisation: float  # 6 · parameters of the layers · rows / time / peak of a matrix product
     note: str = ""
 
@@ -60,7 +60,7 @@ LONG = 25_000  # rows; steps of seconds vary little and need fewer repetitions
 
 
 def compile_layers(model: Any) -> None:
-    """Norms, rotary embeddings and activations fused, one graph per layer for packs of any size."""
+    """Compile the layers, to fuse norms, rotary embeddings and activations; one graph serves packs of any size."""
     torch._dynamo.config.recompile_limit = 64  # one graph per arm and setting, each reused for packs of any size
     for layer in backbone(model).layers:
         layer.compile(dynamic=True)
@@ -99,7 +99,7 @@ def run_actor(
         "packed, cascade": _arm(model, layouts["packed"], "cascade", device),
     }
     if len(layouts["merged"]) == len(layouts["independent"]):
-        del candidates["merged rows, varlen flash"]  # no call extends another: the same rows again
+        del candidates["merged rows, varlen flash"]  # no call extends another, so the rows would be the same
     kept = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     measured: dict[str, tuple[int, Measured | None, str]] = {}
     for name, (rows, make) in candidates.items():
@@ -140,7 +140,7 @@ def run_actor(
 
 def _arm(model: Any, packed: Packed, kernel: str, device: torch.device) -> tuple[int, Callable[[], Callable[[], None]]]:
     def make() -> Callable[[], None]:
-        plan = make_plan(packed, kernel, model)  # once per pack in training too: outside the timed step
+        plan = make_plan(packed, kernel, model)  # not timed, since training also makes it once per pack
         ids, positions = (torch.as_tensor(x, device=device).long()[None] for x in (packed.tokens, packed.positions))
         row, token = (torch.as_tensor(x, device=device).long() for x in (packed.decisions.row, packed.decisions.token))
 
@@ -158,7 +158,7 @@ def _arm(model: Any, packed: Packed, kernel: str, device: torch.device) -> tuple
 
 
 def _padded(model: Any, episodes: Sequence[Episode]) -> Callable[[], None]:
-    """Calls side by side, padded on the right; causality keeps padding out of every decision."""
+    """A batch with one row per call, padded on the right. Attention is causal, so no decision sees padding."""
     device = next(model.parameters()).device
     calls = [c for e in episodes for c in e.calls]
     paths = [c.path for c in calls]
@@ -186,9 +186,9 @@ def _backward(model: Any, states: torch.Tensor, token: torch.Tensor) -> None:
 
 
 def _needs_checkpointing(model: Any, rows: int, compiled: bool) -> bool:
-    """Whether the unshared arm would not fit without it; then every arm runs with it.
+    """Whether the arm without sharing would not fit in memory otherwise. Then every arm uses checkpointing.
 
-    The bytes a row keeps per layer in half precision were measured at Qwen2.5-3B's shape: 125 kB, compiled 87 kB.
+    In half precision, a row of Qwen2.5-3B's shape was measured to keep 125 kB per layer, or 87 kB when compiled.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":

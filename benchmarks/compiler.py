@@ -1,4 +1,4 @@
-"""The compiler: tokens per second on one core, growth with the number of calls, memory."""
+"""Measures the compiler: tokens per second on one core, growth with the number of calls, memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CompileResult:
     calls: int
     tokens: int
     rows: int
-    seconds: float  # CPU, best of several: the rest is noise of the machine
+    seconds: float  # CPU time, the best of several runs, since the rest is noise of the machine
     tokens_per_second: float
     memory: float  # peak above the input, in multiples of the input's bytes
 
@@ -29,10 +29,10 @@ class CompileResult:
 
 
 def run_compile(episodes: int, calls: int, repeats: int = 5) -> tuple[CompileResult, CompileResult]:
-    """MEM1-like episodes: |q| 500, |x_t| 350, |a_t| 150, about 1,000 tokens a call. And ten times as many.
+    """Compile MEM1-like episodes (|q| 500, |x_t| 350, |a_t| 150, about 1,000 tokens per call), and ten times as many.
 
-    The ten parts of the larger set, one after another, stand for the smaller one: the same tokens, for as long, so that
-    caches and other work on the machine treat both alike. Packs are kept, as a trainer keeps them.
+    The time of the smaller set is the mean over the ten parts of the larger one, so that both measurements process the
+    same tokens for about as long, under the same conditions. Packs are kept, as a trainer keeps them.
     """
     rng = np.random.default_rng(0)
     shape = Shape(calls=calls, trajectories=1, q=500, x=350, a=150)

@@ -1,8 +1,8 @@
 """The local engine against transformers' own ways to sample and vLLM: the same prompts, the same numbers of tokens, one
 run.
 
-Prompts and completions of very different lengths, as agents make them. Every arm samples exactly as many tokens for a
-prompt as the others; only these count. Prompts share no prefix, so nothing here comes from copied rows.
+Prompts and completions have very different lengths, as those of agents do. Every arm samples exactly as many tokens for
+a prompt as the others, and only these are counted. Prompts share no prefix, so no arm gains from cached prefixes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class EngineArm:
     name: str
     seconds: float  # median
     spread: float  # (slowest − fastest) / median
-    processor_seconds: float  # of the CPU, median: what other work on the machine does not change
-    tokens_per_second: float  # sampled ones
+    processor_seconds: float  # of CPU time, median, which other work on the machine does not change
+    tokens_per_second: float  # sampled tokens
     speedup: float  # against the fastest arm of transformers' generate
-    note: str = ""  # why it was not measured
+    note: str = ""  # the reason, if it was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class Work:
         return max(len(p) + n for p, n in zip(self.prompts, self.tokens, strict=True))
 
     def batches(self, size: int) -> list[Work]:
-        """By prompt length, which is known beforehand; how many tokens each will sample is not."""
+        """Batches by prompt length, which is known beforehand, unlike the number of tokens that will be sampled."""
         order = sorted(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
         parts = [order[at : at + size] for at in range(0, len(order), size)]
         return [Work([self.prompts[i] for i in part], [self.tokens[i] for i in part]) for part in parts]
 
 
 def work_of(prompts: int = 64, shortest: int = 20, longest: int = 600, most: int = 200, seed: int = 0) -> Work:
-    """Lengths uniform in shortest .. longest, completions in 8 .. most, random ids."""
+    """Random ids, with prompt lengths uniform in shortest .. longest and completion lengths in 8 .. most."""
     rng = np.random.default_rng(seed)
     sizes, tokens = rng.integers(shortest, longest + 1, prompts), rng.integers(8, most + 1, prompts)
     return Work([rng.integers(3, VOCABULARY, n).astype(np.int32) for n in sizes], tokens.tolist())
@@ -107,8 +107,8 @@ def run_engine(
     vllm: Path | None = None,
     work: Work | None = None,
 ) -> EngineResult:
-    """`compiled`: on a GPU, also transformers' static cache with a compiled step, which takes a minute to compile.
-    `vllm`: an interpreter that has vLLM, to start a server with."""
+    """Measure all arms. With `compiled`, a GPU also runs transformers' static cache with a compiled step, which takes a
+    minute to compile. `vllm` is an interpreter that has vLLM, with which a server is started."""
     work = work_of() if work is None else work
     model, count = world_model(name, dtype, device), len(work.prompts)
     ways: Ways = {f"transformers generate, batch {count}": lambda: generate(model, work)}
@@ -121,7 +121,7 @@ def run_engine(
     ways[f"memopd, {count // 4} slots"] = sampler(model, work, count // 4)
     ways[f"memopd, {count} slots"] = sampler(model, work, count)
     times, failed = _rounds(ways, repeats)
-    # Apart from the rest: their threads and processes would run beside it.
+    # These run separately, because their threads and processes would slow down the other arms.
     apart = {"transformers continuous batching": continuous(model, work)}
     if vllm is not None:
         from benchmarks.engine_vllm import served
@@ -131,7 +131,7 @@ def run_engine(
         try:
             with opening as ways:
                 some, wrong = _rounds(ways, repeats)
-        except Exception as why:  # it could not even be started
+        except Exception as why:  # it could not be started
             some, wrong = {}, {arm: _reason(why)}
         times, failed = times | some, failed | wrong
     best = min(median(t[0] for t in some) for arm, some in times.items() if "generate" in arm)
@@ -151,11 +151,11 @@ def run_engine(
 
 
 Ways = dict[str, Callable[[], None]]  # arms by name
-Times = list[tuple[float, float]]  # on the wall, and of the CPU
+Times = list[tuple[float, float]]  # wall time and CPU time
 
 
 def _rounds(ways: Ways, repeats: int) -> tuple[dict[str, Times], dict[str, str]]:
-    """Seconds of every way, and why others failed. In rounds, so that a machine that slows down slows every arm."""
+    """The seconds of every arm, and the errors of failed ones. Arms take turns, so that a slowdown affects all."""
     times: dict[str, Times] = {arm: [] for arm in ways}
     failed: dict[str, str] = {}
     for _ in range(repeats + 1):
@@ -164,7 +164,7 @@ def _rounds(ways: Ways, repeats: int) -> tuple[dict[str, Times], dict[str, str]]
                 continue
             try:
                 times[arm].append(_seconds(way))
-            except Exception as why:  # an arm that does not run here says why, and the others count
+            except Exception as why:  # an arm that fails is reported with its error, and the others still count
                 failed[arm] = _reason(why)
     return {arm: some[1:] for arm, some in times.items() if arm not in failed}, failed  # the first round warms up
 
@@ -196,12 +196,12 @@ def _seconds(work: Callable[[], None]) -> tuple[float, float]:
 
 
 def sampler(model: Any, work: Work, slots: int) -> Callable[[], None]:
-    """Ours, with log-probabilities."""
+    """Our engine, with log-probabilities."""
     engine = LocalEngine(model, None, slots=slots, max_length=work.longest)
     rounds = iter(range(10**9))
 
     def run() -> None:
-        engine.version = next(rounds)  # as between two updates: the last round's keys and values are worth nothing
+        engine.version = next(rounds)  # as after an update: the keys and values of the last round are invalid
         requests = [
             Request(p, seed=i, sampling=Sampling(max_tokens=n))
             for i, (p, n) in enumerate(zip(work.prompts, work.tokens, strict=True))
@@ -218,8 +218,8 @@ def by_length(model: Any, work: Work, size: int) -> None:
 
 
 def generate(model: Any, work: Work, cache: str | None = None) -> None:
-    """One padded batch: on the left, as transformers asks for; every row ends at its own count, and then pads until
-    the last one has ended. No log-probabilities, which would cost it more."""
+    """One batch, padded on the left as transformers requires. Every row ends at its own count and then pads until the
+    last one has ended. It computes no log-probabilities, which would take more time."""
     from transformers import StoppingCriteriaList
 
     width, rows, device = max(map(len, work.prompts)), len(work.prompts), model.device
@@ -246,8 +246,8 @@ def generate(model: Any, work: Work, cache: str | None = None) -> None:
 
 @contextmanager
 def continuous(model: Any, work: Work) -> Iterator[Ways]:
-    """transformers' continuous batching, log-probabilities on, one manager for all rounds; blocks are not shared, as
-    the next round asks for the same prompts."""
+    """transformers' continuous batching with log-probabilities and one manager for all rounds. Blocks are not shared,
+    because the next round has the same prompts."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     most = max(work.tokens)
@@ -255,7 +255,7 @@ def continuous(model: Any, work: Work) -> Iterator[Ways]:
     config = ContinuousBatchingConfig(
         return_logprobs=True, max_requests_per_batch=len(work.prompts), allow_block_sharing=False
     )
-    if not torch.cuda.is_available():  # elsewhere it measures the memory it may take
+    if not torch.cuda.is_available():  # on a GPU it measures how much memory it may use
         config.num_blocks, config.max_batch_tokens = 4 * len(work.prompts), 1024
     before = model.config._attn_implementation
     managers: list[Any] = []

@@ -1,4 +1,4 @@
-"""The same work at a vLLM server with the same weights, started as `memopd serve policy` starts one."""
+"""The arm that uses a vLLM server with the same weights, started as `memopd serve policy` starts it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memopd.engine import Request
 from memopd.engine.vllm.start import command, find_vllm
 from memopd.types import Sampling
 
-PATIENCE = 600.0  # seconds; a first start compiles
+START_SECONDS = 600.0  # a first start compiles
 
 
 @contextmanager
 def served(model: Any, work: Any, python: Path) -> Iterator[dict[str, Callable[[], None]]]:
-    """The arm by its name, for as long as the server lives: as long as the block."""
+    """Yield the arm by its name. The server runs until the block ends."""
     import httpx
 
     from memopd.engine.vllm import VllmEngine
@@ -34,7 +34,7 @@ def served(model: Any, work: Any, python: Path) -> Iterator[dict[str, Callable[[
             engine = VllmEngine([url], tokenizer)
 
             def run() -> None:
-                # As between two updates: the last round's keys and values are worth nothing.
+                # As after an update: the keys and values of the last round are invalid.
                 httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
                 made = engine.generate(
                     [
@@ -51,7 +51,7 @@ def served(model: Any, work: Any, python: Path) -> Iterator[dict[str, Callable[[
 
 
 def _save(model: Any, folder: Path) -> Any:
-    """A checkpoint. Servers want a tokenizer too, and any will do for ids; without an end token none ends early."""
+    """Save a checkpoint. The server needs a tokenizer; any will do, and without an end token no sample ends early."""
     import transformers
 
     from memopd.world.tokenizer import SMALLEST, train_tokenizer
@@ -70,7 +70,7 @@ def _server(model: str, python: Path, longest: int, dtype: str) -> Iterator[str]
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
-    longest = max(longest, 512)  # the engine's questions to a new server want some room too
+    longest = max(longest, 512)  # the engine's checks of a new server need some room too
     line, environment = command(find_vllm(python), model, "127.0.0.1", port, dtype, ["--max-model-len", str(longest)])
     log = Path(model, "server.log")
     with log.open("w") as lines:
@@ -81,7 +81,7 @@ def _server(model: str, python: Path, longest: int, dtype: str) -> Iterator[str]
             stderr=lines,
             start_new_session=True,
         )
-    url, limit = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
+    url, limit = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     try:
         while True:
             if server.poll() is not None or time.monotonic() > limit:

@@ -1,4 +1,4 @@
-"""How a lexical index grows with its corpus: time, disk, memory, the wait for an answer."""
+"""Measures how a lexical index grows with its corpus: time, disk, memory, and the latency of a query."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class GrowthResult:
     corpus_bytes: int
     index_bytes: int
     build_seconds: float
-    build_cpu: float  # seconds: what remains when the machine is busy with other work
-    build_memory: int  # bytes resident at the most, of the process that builds
-    p50: float  # seconds, wall: one query after another, none asked before
+    build_cpu: float  # seconds of CPU, which other work on the machine does not change
+    build_memory: int  # peak resident bytes of the process that builds
+    p50: float  # seconds of wall time: one query after another, each for the first time
     p99: float
-    cpu: float  # seconds of CPU a query
-    search_memory: int  # bytes resident at the most, of the process that searches; most are the index's pages on disk
+    cpu: float  # seconds of CPU per query
+    search_memory: int  # peak resident bytes of the process that searches, mostly cached pages of the index
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def run_growth(sizes: Sequence[int], queries: int = 1000, scratch: Path | None = None) -> Iterator[GrowthResult]:
-    """Synthetic passages, about 550 bytes each. The corpus and the index lie under `scratch` while it runs."""
+    """Synthetic passages, about 550 bytes each. The corpus and the index are under `scratch` while it runs."""
     for size in sizes:
         with TemporaryDirectory(prefix="memopd-growth-", dir=scratch) as made:
             folder = Path(made)
@@ -49,7 +49,7 @@ def run_growth(sizes: Sequence[int], queries: int = 1000, scratch: Path | None =
 
 
 def _alone(work: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """What `work` returns in a process of its own, and the most memory that process had."""
+    """Run `work` in its own process. Return its result, and the peak memory of the process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result(), pool.submit(_most_memory).result()
 
@@ -73,7 +73,7 @@ def _search(folder: Path, queries: list[str]) -> tuple[float, float, float]:
 
 
 def _most_memory() -> int:
-    """Linux counts it since the process began its own program; getrusage would count what its parent had."""
+    """The peak memory since the process started its own program; getrusage would include its parent's."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])

@@ -1,4 +1,4 @@
-"""How results are written and shown: JSON lines, tables for a terminal and for a document, pictures. No torch."""
+"""Tables for a terminal and for a document, and pictures. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 def cell(value: float, form: str = "{:.1f}", unit: float = 1.0) -> str:
-    """A number, or a dash where nothing was measured (NaN)."""
+    """A number, or a dash if it was not measured (NaN)."""
     return "–" if value != value else form.format(value / unit)
 
 
 def markdown(made: Table) -> str:
-    """The same table for a document, under its title."""
+    """A table as Markdown, under its title."""
     rows = zip(*(column.cells for column in made.columns), strict=True)
     return f"{made.title}\n\n{markdown_table([str(column.header) for column in made.columns], list(rows))}"
 
@@ -39,7 +39,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
 
 
 def pyplot() -> Any:
-    """matplotlib for files: it opens no window."""
+    """matplotlib's pyplot, which draws only to files and opens no window."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Equivalence at a real model shape: logits and gradients, every kernel, every precision."""
+"""Checks equivalence at a real model shape: logits and gradients, for every kernel and precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retrieval: how long one query takes, how many a second, what is found, beside bm25s on the same corpus."""
+"""Measures retrieval (latency, queries per second, recall), and bm25s on the same corpus."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class RetrievalResult:
     retriever: str
     passages: int
     queries: int
-    build_seconds: float  # NaN: built by another
+    build_seconds: float  # NaN if another arm built the index
     disk_bytes: int
-    p50: float  # seconds, wall: one query at a time, or a client's wait among 32
+    p50: float  # seconds of wall time: one query at a time, or the wait of one of 32 clients
     p99: float
-    cpu: float  # seconds of CPU a query, one at a time; NaN: in another process
-    queries_per_second: float  # all of them given at once, or by 32 clients
-    recall_3: float  # NaN: nobody knows what should be found
+    cpu: float  # seconds of CPU per query, one at a time; NaN if in another process
+    queries_per_second: float  # all queries in one request, or from 32 clients
+    recall_3: float  # NaN if the right passages are not known
     recall_5: float
     recall_10: float
 
@@ -46,7 +46,7 @@ class RetrievalResult:
 def run_retrieval(
     corpus: Path | None = None, questions: Path | None = None, passages: int = 100_000, queries: int = 1000
 ) -> Iterator[RetrievalResult]:
-    """A corpus of yours and questions of FlashRAG's format with `metadata.supporting_ids`, or a synthetic corpus."""
+    """Use your own corpus and questions in FlashRAG's format with `metadata.supporting_ids`, or a synthetic corpus."""
     if (corpus is None) != (questions is None):
         raise ValueError("give a corpus and questions, or neither for a synthetic corpus")
     with TemporaryDirectory(prefix="memopd-bench-") as scratch:
@@ -72,7 +72,7 @@ def _memopd(corpus: Path, asked: Sequence[Asked], folder: Path) -> RetrievalResu
 
 
 def _bm25s(corpus: Path, asked: Sequence[Asked], folder: Path) -> RetrievalResult:
-    """With English stop words and stems, its own defaults otherwise, and the passages beside the index, as ours has."""
+    """bm25s with English stop words and stems, otherwise with its defaults, and with stored passages like our index."""
     import bm25s
     import Stemmer
 
@@ -101,7 +101,7 @@ def _measured(
     name: str, passages: int, built: float, size: int, search: _Search, asked: Sequence[Asked]
 ) -> RetrievalResult:
     queries = [a.query for a in asked]
-    found = search(queries)  # also brings the index into memory
+    found = search(queries)  # also loads the index into memory
     start = time.perf_counter()
     search(queries)
     rate = len(queries) / (time.perf_counter() - start)
@@ -117,11 +117,11 @@ def _measured(
 
 
 def _service(corpus: Path, asked: Sequence[Asked], folder: Path) -> RetrievalResult:
-    """The index that `_memopd` built, over HTTP: every client sends its next query when the last is answered."""
+    """The index that `_memopd` built, over HTTP. Every client sends its next query after the last answer."""
     del corpus
     with _serving(folder / "index") as (url, passages), ThreadPoolExecutor(_CLIENTS) as pool:
         clients = [open_index(url) for _ in range(_CLIENTS)]
-        list(pool.map(lambda client: client.search([asked[0].query], _K), clients))  # connects
+        list(pool.map(lambda client: client.search([asked[0].query], _K), clients))  # opens the connections
         start = time.perf_counter()
         parts = list(pool.map(_waits, clients, [asked[i::_CLIENTS] for i in range(_CLIENTS)]))
         rate = len(asked) / (time.perf_counter() - start)
@@ -145,7 +145,7 @@ def _waits(client: Index, asked: Sequence[Asked]) -> list[tuple[Asked, list[str]
 
 @contextmanager
 def _serving(index: Path) -> Iterator[tuple[str, int]]:
-    """In a process of its own, as it is used: its address and the number of passages it announces."""
+    """Start the service in its own process, as in use. Yield its URL and the number of passages that it prints."""
     command = [sys.executable, "-m", "memopd.cli", "serve", "retrieval", str(index), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""What the benchmarks run on: calls of the paper's shapes, random ids; models of real shapes, random weights."""
+"""The data of the benchmarks: calls of the paper's shapes with random ids and models of real shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from memopd.compile import Packed, compile_calls, side_by_side
 from memopd.types import Call, Episode
 
-VOCABULARY = 151_000  # ids are drawn below this, which every model here has
+VOCABULARY = 151_000  # ids are smaller than this, so that every model here has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def _audit(rng: np.random.Generator, batch: int) -> list[Episode]:
 
 
 def _append_only(rng: np.random.Generator, id: str, calls: int, q: int, o: int, a: int) -> Episode:
-    """Every call reads all that was said and read before."""
+    """An episode in which every call reads everything that was read and written before."""
     prompt, made = _ids(rng, q), []
     for _ in range(calls):
         made.append(Call(prompt, _ids(rng, _about(rng, a))))
@@ -106,13 +106,13 @@ def _ids(rng: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
 
 
 def independent(episodes: Sequence[Episode]) -> Packed:
-    """Every call its own row, side by side: the right states, every prefix computed again."""
+    """Every call in its own rows, side by side: the states are exact, but every prefix is computed again."""
     calls = [c for e in episodes for c in e.calls]
     return side_by_side([compile_calls([c]) for c in calls], [[i] for i in range(len(calls))])
 
 
 def merged_rows(episodes: Sequence[Episode]) -> Packed:
-    """What other trainers do at best: a call that extends the one before it is merged into its row."""
+    """The best that other trainers do: a call that extends the call before it is merged into the same sequence."""
     packs, members, at = [], [], 0
     for episode in episodes:
         rows: list[list[int]] = []

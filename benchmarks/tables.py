@@ -1,4 +1,4 @@
-"""Benchmark results as tables and plots for a person."""
+"""Shows benchmark results as tables and plots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memopd.verify import EquivalenceReport, GradientReport
 
 
 def load(path: Path) -> list[Any]:
-    """Results that a benchmark wrote with --json, one a line."""
+    """Read the results that a benchmark wrote with --json, one per line."""
     results = []
     for number, values in json_lines(path):
         try:
@@ -49,7 +49,7 @@ def _result(values: dict[str, Any]) -> Any:
     return _as(kind, {**values, "arms": tuple(_as(arm, a) for a in values["arms"])})
 
 
-_ARMS: dict[str, tuple[Any, Any]] = {  # by a field that only they have
+_ARMS: dict[str, tuple[Any, Any]] = {  # by a field that only this kind has
     "shape": (ActorResult, Arm),
     "vocabulary": (HeadResult, HeadArm),
     "engine_model": (EngineResult, EngineArm),
@@ -57,7 +57,7 @@ _ARMS: dict[str, tuple[Any, Any]] = {  # by a field that only they have
 
 
 def _as(kind: Any, values: dict[str, Any]) -> Any:
-    """null was not measured: NaN here."""
+    """Make a result of one kind. null, which stands for a missing measurement, becomes NaN."""
     known = {f.name: values[f.name] for f in fields(kind) if f.name in values}
     return kind(**{name: float("nan") if value is None else value for name, value in known.items()})
 
@@ -215,7 +215,7 @@ _TOGETHER: dict[type, Any] = {  # kinds whose results share one table
 
 
 def plot_actor(results: Sequence[ActorResult], output: Path) -> None:
-    """Speed of every arm against the strongest exact arm without sharing, with the limit of its rows."""
+    """The speed of every arm relative to the best exact arm without sharing, with the limit that its rows set."""
     plt = pyplot()
     names = list(dict.fromkeys(a.name for r in results for a in r.arms))
     figure, axes = plt.subplots(figsize=(max(6, 1.6 * len(results) + 2), 4), layout="constrained")

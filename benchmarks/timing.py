@@ -1,4 +1,4 @@
-"""Times and memory of a piece of work, on either kind of machine. Compare only numbers of one run."""
+"""Measures time and memory, on a CPU or a GPU. Compare only numbers of the same run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 class Measured:
     seconds: float  # median after warm-up
     spread: float  # (slowest − fastest) / median
-    peak_bytes: int  # the most allocated at any time; 0 on a CPU
-    added_bytes: int  # of these, above what was allocated before
+    peak_bytes: int  # the peak of allocated memory; 0 on a CPU
+    added_bytes: int  # the part of it that was not allocated before
 
 
 def measure(
     work: Callable[[], Any], repeats: int = 5, warmup: int = 2, fresh: Callable[[], None] = lambda: None
 ) -> Measured:
-    """Time `work`. `fresh` runs before each repetition, untimed: it lets go of what the last one left behind."""
+    """Time `work`. `fresh` runs before each repetition, untimed, to free what the last one left behind."""
     cuda = torch.cuda.is_available()
     for _ in range(warmup):
         fresh()
@@ -47,14 +47,14 @@ def measure(
 
 
 def matmul_peak(dtype: torch.dtype, device: str) -> float:
-    """FLOP/s of a large matrix product: the yardstick of utilisation."""
+    """The FLOP/s of a large matrix product, to which utilisation is relative."""
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / measure(lambda: a @ b, repeats=20, warmup=5).seconds
 
 
 def machine() -> dict[str, str]:
-    """What the numbers belong to."""
+    """The machine and library versions that the numbers belong to."""
     import transformers
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()

@@ -1,6 +1,6 @@
-"""One whole update at real shapes: π_old, π_ref, V_φ and π_T scored, actor and critic stepped, with time and memory.
+"""Measures one whole update at real shapes: scoring by π_old, π_ref, V_φ and π_T, and steps of actor and critic.
 
-The same episodes packed, and with every call in rows of its own; all else is the same code.
+The same episodes are packed, and run with every call in its own rows; all other code is the same.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class UpdateResult:
 
 
 def run_update(student: str, teacher: str, device: str, batch: int = 16, dtype: str = "bfloat16") -> Iterator[Any]:
-    """`batch` times Q2's four trajectories. Each layout runs twice; the second time counts."""
+    """Measure `batch` times Q2's four trajectories. Each layout runs twice, and the second run is reported."""
     config = RunConfig(
-        model=ModelConfig(dtype=dtype, checkpointing=True),  # type: ignore[arg-type]  # it is checked
+        model=ModelConfig(dtype=dtype, checkpointing=True),  # type: ignore[arg-type]  # the class checks it
         optimise=OptimiseConfig(mini_batch=10**9),
         teacher=TeacherConfig(weight=0.02),
     )
@@ -75,7 +75,7 @@ def run_update(student: str, teacher: str, device: str, batch: int = 16, dtype: 
 
 
 def build(config: RunConfig, student: str, teacher: str, device: torch.device) -> Learner:
-    """As `learner.build` does from disk. Random weights are made on the device, which is quicker by far."""
+    """Build a learner like `learner.build`, but with random weights, made on the device because it is faster."""
     m, o = config.model, config.optimise
     dtype = getattr(torch, m.dtype)
     frozen_teacher = random_model(teacher, dtype, str(device))
@@ -96,7 +96,7 @@ def build(config: RunConfig, student: str, teacher: str, device: torch.device) -
 
 
 def one_update(learner: Any, batch: MiniBatch) -> Iterator[Stage]:
-    """`learner` is what `build` made: a Learner that has a reference, a critic and a teacher."""
+    """Run one update. `learner` comes from `build`: it has a reference, a critic and a teacher."""
     o, temperature = learner.config.optimise, 1.0
     found: dict[str, Any] = {}
 

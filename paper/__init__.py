@@ -1,1 +1,1 @@
-"""The experiments of the paper at the scale of the embedded world, each one command."""
+"""The experiments of the paper at the scale of the embedded world, with one command for each."""

@@ -1,4 +1,4 @@
-"""`python -m paper NAME`: the paper's tables and figures at the scale of the embedded world, each one command."""
+"""`python -m paper NAME`: reproduces a table or figure of the paper at the scale of the embedded world."""
 
 from __future__ import annotations
 
@@ -38,19 +38,25 @@ class Split(StrEnum):
 
 @app.command()
 def experiment(
-    names: Annotated[list[Name], typer.Argument(metavar="NAME...", help=", ".join(Name))],
-    config: Annotated[Path | None, typer.Option(help="Default: paper/configs/NAME.toml.")] = None,
-    work: Annotated[Path, typer.Option(help="Runs and results; goes on with what is there.")] = WORK,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where tables and pictures go.")] = OUTPUT,
-    split: Annotated[Split, typer.Option(help="dev, to choose settings with (main, single, control).")] = Split.test,
-    seeds: Annotated[str | None, typer.Option(help="Only these, as in 0,1.")] = None,
-    arms: Annotated[str | None, typer.Option(help="Only these of ppo, persistent, memopd.")] = None,
-    change: Annotated[list[str] | None, typer.Option("--set", help="Of the training: optimise.lr=1e-5.")] = None,
-    collect: Annotated[bool, typer.Option("--collect", help="Make nothing: show what is there.")] = False,
+    names: Annotated[list[Name], typer.Argument(metavar="NAME...", help=f"The experiments: {', '.join(Name)}.")],
+    config: Annotated[
+        Path | None, typer.Option(help="The settings of the experiment; by default paper/configs/NAME.toml.")
+    ] = None,
+    work: Annotated[Path, typer.Option(help="The folder for runs and results. Existing ones are reused.")] = WORK,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for tables and pictures.")] = OUTPUT,
+    split: Annotated[
+        Split, typer.Option(help="The split to evaluate on; use dev to choose settings (main, single, control).")
+    ] = Split.test,
+    seeds: Annotated[str | None, typer.Option(help="Use only these seeds, for example 0,1.")] = None,
+    arms: Annotated[str | None, typer.Option(help="Train only these arms of ppo, persistent, memopd.")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the training, for example optimise.lr=1e-5.")
+    ] = None,
+    collect: Annotated[bool, typer.Option("--collect", help="Run nothing; only show the existing results.")] = False,
 ) -> None:
-    """The paper's tables and figures. What is there is not made again."""
+    """Reproduce tables and figures of the paper. Runs and results that already exist are reused."""
     if config is not None and len(names) > 1:
-        raise ValueError("--config is of one experiment: name only that one")
+        raise ValueError("--config belongs to one experiment: name only that one")
     files = {name: config or Path("paper/configs") / f"{name}.toml" for name in names}
     failed = 0
     if trained := {name: file for name, file in files.items() if name in TRAINED}:
@@ -67,12 +73,12 @@ def show_trained(
     files: dict[Name, Path], work: Path, output: Path, split: Split, seeds: str | None, arms: str | None,
     changed: dict[str, str], collect: bool,
 ) -> int:  # fmt: skip
-    """main, single and control share their runs: all of them are made first, then each is shown."""
+    """Make all runs that main, single and control share, then show each experiment. Return the number of failures."""
     from paper.settings import Shown, Suite, chosen, load
 
     shown = {name: load(Shown, file) for name, file in files.items()}
     if len({one.suite for one in shown.values()}) > 1:
-        raise ValueError(f"{', '.join(files)} name different suites: make them one by one")
+        raise ValueError(f"{', '.join(files)} use different suites: run them one by one")
     suite = chosen(
         load(Suite, Path(next(iter(shown.values())).suite)),
         None if arms is None else tuple(arms.split(",")),
@@ -91,7 +97,7 @@ def show_trained(
 
 
 def show_recorded(name: Name, file: Path, work: Path, output: Path, collect: bool) -> bool:
-    """Measure on a model's own trajectories. Return False where packing turned out not to be exact."""
+    """Measure a model on its own trajectories. Return False if packing was not exact."""
     from paper.page import Findings, provenance, reword, write_page
     from paper.settings import Recorded, load
 

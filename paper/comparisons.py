@@ -1,6 +1,6 @@
-"""Two systems against each other: over seeds, does one lead in every pair; over tasks, is the difference sure?
+"""Compares two systems: over seeds, whether one leads in every pair; over tasks, whether the difference is certain.
 
-Five seeds are few: the exact test can never say less than 2 / 2⁵ = 0.0625, so Student's test stands beside it.
+Five seeds are few: the p of the exact test is at least 2 / 2⁵ = 0.0625, so we also report Student's test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Runs = dict[int, list[Measures]]  # seed -> tasks
 
 
 def compared(of_a: tuple[str, Runs], of_b: tuple[str, Runs], k: int) -> list[dict[str, Any]]:
-    """a - b on the seeds that both have. A system that has one run is compared with every seed."""
+    """a - b on the seeds that both have. A system with a single run is compared with every seed."""
     (a, mine), (b, theirs) = of_a, of_b
     if b not in ARMS and theirs.keys() == {0}:
         theirs = dict.fromkeys(mine, theirs[0])
@@ -47,7 +47,7 @@ def compared(of_a: tuple[str, Runs], of_b: tuple[str, Runs], k: int) -> list[dic
 
 def mean_of(measures: Sequence[Measures], metric: Metric) -> float:
     values = by_task(measures, metric)
-    assert values is not None  # EM and F1 always are
+    assert values is not None  # EM and F1 are always recorded
     return sum(values.values()) / len(values)
 
 
@@ -83,13 +83,13 @@ def comparison_caption(lines: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Of the differences a - b, one a seed."""
+    """Tests of the differences a - b, one per seed."""
 
     differences: tuple[float, ...]
     mean: float
-    low: float | None  # 95 % interval of the mean, by Student's t; None where the differences have no spread
+    low: float | None  # 95 % interval of the mean, by Student's t; None if the differences have no spread
     high: float | None
-    p: float | None  # two-sided, Student's paired test; None likewise
+    p: float | None  # two-sided, Student's paired test; None in the same case
     p_signs: float  # two-sided, exact: all 2ⁿ ways to swap the names of a pair
     ahead: int  # seeds in which a leads
 
@@ -105,7 +105,7 @@ def paired_test(differences: Sequence[float]) -> Paired:
     n, mean = len(d), float(d.mean())
     low = high = p = None
     error = float(d.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
-    if error > 1e-12 * abs(mean):  # equal differences, up to rounding, say nothing of how they would scatter
+    if error > 1e-12 * abs(mean):  # differences that are equal up to rounding do not show how much they vary
         half = student_quantile(0.975, n - 1) * error
         low, high, p = mean - half, mean + half, 2 * student_tail(abs(mean) / error, n - 1)
     return Paired(tuple(d.tolist()), mean, low, high, p, _sign_flips(d), int((d > 0).sum()))

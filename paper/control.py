@@ -1,4 +1,4 @@
-"""Figure a: no teacher, a teacher in persistent states, a teacher in aligned states; and how the arms learnt."""
+"""Figure a: no teacher, a teacher in persistent states, and a teacher in aligned states, with learning curves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def findings(found: Collected, shown: Shown, work: Work) -> Findings:
 
 
 def curves_of(work: Work) -> Curves:
-    """What training logged."""
+    """The metrics that training logged."""
     made: Curves = {}
     for arm in work.arms:
         for seed in work.suite.seeds:
@@ -60,7 +60,7 @@ def _draw(found: Collected, curves: Curves, k: int, split: str, output: Path) ->
 
 
 def _curve(axes: Any, name: str, seeds: list[list[list[float]]]) -> None:
-    """Mean ± standard deviation over the seeds that got as far, smoothed over a twentieth of the run."""
+    """Mean ± standard deviation over the seeds, at the steps that all have, smoothed over a twentieth of the run."""
     if not seeds:
         return
     steps = sorted(set.intersection(*({int(x) for x, _ in s} for s in seeds)))

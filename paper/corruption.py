@@ -1,4 +1,4 @@
-"""Figure b: visibility and positions corrupted one at a time, the recorded actions as they are."""
+"""Figure b: the visibility or the positions are corrupted, while the recorded actions stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which positions a mask would train on: the sampled actions, and what the two usual masks add to them."""
+"""The positions that a mask would train on: the sampled actions, and those that the two usual masks add."""
 
 from __future__ import annotations
 

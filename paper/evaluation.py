@@ -1,6 +1,6 @@
-"""One model on all horizons, in one process: `python -m paper.evaluation PLAN.json`.
+"""Evaluates one model on all horizons, in one process: `python -m paper.evaluation PLAN.json`.
 
-Every part is a file of its own that appears whole, so that a killed process leaves what it had finished.
+Every part is written atomically to its own file, so a killed process leaves the parts that it had finished.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from paper.settings import Evaluation
 @dataclass(frozen=True, slots=True)
 class Part:
     system: str
-    seed: int  # of sampling too: pairs of systems share it
+    seed: int  # also of the sampling, so that two systems can be compared in pairs
     k: int
     memory: str
     tasks: str
     output: str
-    processes: int = 1  # that shared the machine: seconds depend on it
+    processes: int = 1  # that shared the machine, on which the seconds depend
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ def read_plan(path: Path) -> Plan:
 
 
 def measured_with(part: Part, settings: Evaluation) -> dict[str, Any]:
-    """What a result depends on besides the weights; a file made otherwise does not count."""
+    """The settings that a result depends on besides the weights. Results with other settings are not used."""
     names = ("index", "limit", "samples", "temperature", "max_tokens", "max_context", "batch", "dtype", "grading")
     return {"memory": part.memory, "tasks": part.tasks} | {name: getattr(settings, name) for name in names}
 
 
 def is_made(plan: Plan, part: Part) -> bool:
-    """There, with these settings, and of these weights where the model is still at hand."""
+    """Whether the result exists, with these settings and, if the model still exists, with its weights."""
     file = Path(part.output)
     if not file.is_file():
         return False
@@ -61,7 +61,7 @@ def is_made(plan: Plan, part: Part) -> bool:
 
 
 def fingerprint(model: Path) -> str | None:
-    """SHA-256 of the weights; None where there are none."""
+    """SHA-256 of the weights, or None if there are none."""
     files = sorted(model.glob("*.safetensors"))
     if not files:
         return None
@@ -88,13 +88,13 @@ def evaluate(plan: Plan) -> None:
     where = machine()
     try:
         for part in todo:
-            began = time.time()
+            start = time.time()
             measures = _measure(part, s, engine, tokenizer, index)
             result = {
                 "system": part.system, "seed": part.seed, "k": part.k, "model": plan.model,
                 "weights": fingerprint(Path(plan.model)), "settings": measured_with(part, s),
                 "engine": f"local, {where['device']}", "processes": part.processes, "machine": where,
-                "seconds": round(time.time() - began, 2), "measures": [asdict(m) for m in measures],
+                "seconds": round(time.time() - start, 2), "measures": [asdict(m) for m in measures],
             }  # fmt: skip
             with whole(Path(part.output)) as partial:
                 partial.write_text(json.dumps(result) + "\n")
@@ -112,7 +112,7 @@ def _measure(part: Part, s: Evaluation, engine: Any, tokenizer: Any, index: Any)
     from memopd.types import Sampling
 
     tasks = read_tasks(part.tasks)[: s.limit or None]
-    settings = TasksConfig(memory=part.memory, grading=s.grading)  # type: ignore[arg-type]  # which checks it
+    settings = TasksConfig(memory=part.memory, grading=s.grading)
     environment, memory = build_parts(settings, tokenizer, index)
     sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
     agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, part.memory)

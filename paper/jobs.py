@@ -1,4 +1,4 @@
-"""Commands in processes of their own, several at once. One that fails is tried once more, and the others go on."""
+"""Runs commands in their own processes, several at once. A failed one is retried once; the others continue."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import IO
 
 log = logging.getLogger("memopd")
 
-POLL = 0.2  # seconds between looks at the processes
-TOLD = 60.0  # seconds between lines about how far they are
+POLL_SECONDS = 0.2  # between two checks of the processes
+REPORT_SECONDS = 60.0  # between two lines about their progress
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     name: str
-    command: Callable[[], Sequence[str]]  # asked for at every start: it depends on what an earlier try left
+    command: Callable[[], Sequence[str]]  # called at every start, because it depends on the files of an earlier try
     finished: Callable[[], bool]
-    log: Path  # what the process says
-    progress: Callable[[], str] = lambda: ""  # how far it is, in a word
+    log: Path  # the output of the process
+    progress: Callable[[], str] = lambda: ""  # the progress in one word
 
 
 @dataclass(slots=True)
@@ -35,39 +35,39 @@ class _Running:
     tries: int
     process: subprocess.Popen[bytes]
     file: IO[bytes]
-    began: float
+    start: float
 
 
 def run_jobs(jobs: Sequence[Job], concurrent: int) -> dict[str, str]:
-    """Run what is not finished. Returns the failed: name -> the last line it said."""
+    """Run the jobs that are not finished. Return the failed ones: name -> the last line of the output."""
     waiting = [(job, 1) for job in jobs if not job.finished()]
     if jobs:
-        log.info("%d of %d parts are there, %d to make", len(jobs) - len(waiting), len(jobs), len(waiting))
+        log.info("%d of %d parts exist; %d are missing", len(jobs) - len(waiting), len(jobs), len(waiting))
     running: list[_Running] = []
     failed: dict[str, str] = {}
-    told = time.monotonic()
+    reported = time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < concurrent:
                 running.append(_start(*waiting.pop(0), min(concurrent, len(waiting) + len(running) + 1)))
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
             for one in [r for r in running if r.process.poll() is not None]:
                 running.remove(one)
                 one.file.close()
-                spent = time.monotonic() - one.began
+                spent = time.monotonic() - one.start
                 if one.process.returncode == 0 and one.job.finished():
                     log.info("%s: finished in %.0f s", one.job.name, spent)
                 elif one.tries < 2:
-                    log.warning("%s: failed (%s); once more", one.job.name, _why(one))
+                    log.warning("%s: failed (%s); trying once more", one.job.name, _why(one))
                     waiting.insert(0, (one.job, one.tries + 1))
                 else:
                     failed[one.job.name] = _why(one)
                     log.error("%s: failed again (%s); its log is %s", one.job.name, _why(one), one.job.log)
-            if time.monotonic() - told > TOLD:
-                told = time.monotonic()
-                far = ", ".join(f"{r.job.name} {r.job.progress()}".strip() for r in running)
-                log.info("running: %s; waiting: %d", far or "none", len(waiting))
-    finally:  # somebody at the keyboard, or an error of ours: nothing is left behind
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                states = ", ".join(f"{r.job.name} {r.job.progress()}".strip() for r in running)
+                log.info("running: %s; waiting: %d", states or "none", len(waiting))
+    finally:  # also after Ctrl-C or an error: no process is left running
         for one in running:
             one.process.kill()
             one.process.wait()
@@ -82,7 +82,7 @@ def _start(job: Job, tries: int, sharers: int) -> _Running:
     environment = {"OMP_NUM_THREADS": str(threads)} | dict(os.environ)
     command = list(job.command())
     log.info("%s: started", job.name)
-    # preexec_fn: should this process be killed outright, its children must not go on writing beside a new one.
+    # preexec_fn: if this process is killed, its children must not keep writing to the files of the next one.
     process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, preexec_fn=_die_with_parent)
     return _Running(job, tries, process, file, time.monotonic())
 
@@ -95,5 +95,5 @@ def _die_with_parent() -> None:
 def _why(one: _Running) -> str:
     lines = [line for line in one.job.log.read_text(errors="replace").splitlines() if line.strip()]
     code = one.process.returncode
-    said = lines[-1].strip() if lines else "said nothing"
-    return said if code else f"ended well without its results: {said}"
+    last = lines[-1].strip() if lines else "no output"
+    return last if code else f"exited with status 0 but without its results: {last}"

@@ -1,4 +1,4 @@
-"""Table 1: SFT, PPO and MemOPD, trained on two questions, on 2, 8 and 16."""
+"""Table 1: SFT, PPO and MemOPD, trained on tasks of two questions and evaluated on 2, 8 and 16."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def findings(found: Collected, shown: Shown, work: Work) -> Findings:
 
 
 def valid_table(found: Collected, shown: Shown) -> str:
-    """A score of long tasks in its two factors: a list of the right length, and what is right in it."""
+    """The two factors of a score on long tasks: the share of lists with the right length, and the score of those."""
     heads = ["system", *(f"Q{k} {heading}" for k in shown.horizons for heading in ("valid %", "F1 of the valid"))]
     rows = [
         [label(system), *(factor for k in shown.horizons for factor in _factors(found.results.get((system, k))))]

@@ -1,4 +1,4 @@
-"""Figure c: an actor's forward and backward pass over packed calls, against the best that shares no rows."""
+"""Figure c: an actor's forward and backward pass over packed calls, compared with the best arm without sharing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def findings(subject: Subject) -> Findings:
         "results": [r.as_dict() for r in results],
         "measured": {file: [r.as_dict() for r in of_file] for file, of_file in earlier},
     }
-    drawn = [r for _, of_file in earlier for r in of_file] or results  # the larger models, where there are some
+    drawn = [r for _, of_file in earlier for r in of_file] or results  # the larger models, if there are any
     return Findings(numbers, body, lambda output: plot_actor(drawn, output))
 
 
@@ -62,13 +62,13 @@ def line(r: ActorResult) -> list[Any]:
 
 
 def _setting(file: str) -> str:
-    """What a file of `python -m benchmarks` was measured on: the words before its first result's own."""
+    """The setting of a result file of `python -m benchmarks`, which its first line contains."""
     first = json.loads(Path(file).read_text().splitlines()[0])
     return ", ".join(f"{name} {first[name]}" for name in ("model", "dtype", "compiled", "device", "torch"))
 
 
 def within(episodes: Sequence[Episode], vocabulary: int) -> list[Episode]:
-    """Random ids of a shape as ids that a small model has."""
+    """Map the random ids of a shape to ids that a small model has."""
 
     def smaller(call: Call) -> Call:
         return replace(call, prompt=call.prompt % vocabulary, completion=call.completion % vocabulary)

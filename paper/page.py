@@ -1,4 +1,4 @@
-"""Files of an experiment: JSON for programs, Markdown for a reader with the paper's figures beside ours, a picture."""
+"""Writes the files of an experiment: JSON, Markdown with the paper's numbers beside ours, and a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAPER, REASON = "## The paper", "## Why ours differ"
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What an experiment has to say."""
+    """The results of an experiment."""
 
     numbers: dict[str, Any]
     body: list[str]  # Markdown
@@ -31,7 +31,7 @@ class Findings:
 
 
 def provenance(machines: Sequence[dict[str, str]], settings: dict[str, Any]) -> dict[str, Any]:
-    """How the numbers came about."""
+    """How the numbers were made."""
     return {
         "command": shlex.join(["python", "-m", "paper", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -61,10 +61,10 @@ def write_page(name: str, settings: Shown | Recorded, how: dict[str, Any], found
 
 
 def reword(name: str, settings: Recorded, output: Path) -> list[Path]:
-    """Write the paper's figures and the reason anew, under a table that was made before. Measure nothing."""
+    """Update the paper's numbers and the reasons under an existing table, without measuring again."""
     numbers, page = paths = [output / f"{name}{suffix}" for suffix in (".json", ".md")]
     if not numbers.is_file() or not page.is_file():
-        raise ValueError(f"{numbers}: there is nothing to show yet; run the experiment without --collect")
+        raise ValueError(f"{numbers}: there is no result yet; run the experiment without --collect")
     _write_json(numbers, json.loads(numbers.read_text()) | _words(settings))
     above = page.read_text()
     for heading in (PAPER, REASON):

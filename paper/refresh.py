@@ -1,12 +1,12 @@
-"""Tables of the documents, made from the result files: `python -m paper.refresh` writes them anew.
+"""Makes the tables of the documents from the result files: `python -m paper.refresh` updates them.
 
-A block in a document names the function that makes it:
+A block in a document names its function:
 
     <!-- made by paper/refresh.py: actor -->
     ...
     <!-- end -->
 
-tests/test_documents.py fails when a document would change.
+tests/test_documents.py fails if a document is out of date.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK = re.compile(r"(<!-- made by paper/refresh\.py: (\w+) -->\n).*?(<!-- end -
 
 
 def summary() -> str:
-    """README's one table: a line per question that MemOPD answers."""
+    """The table of the README: one line per question that MemOPD answers."""
     rows = {row["representation"]: row for row in read("state")["representations"]}
     flat, packed = rows["persistent history"], rows["reconstructed packing"]
     f1 = {r["system"]: r["metrics"]["f1"]["mean"] for r in read("control")["results"] if r["k"] == 2}
@@ -133,7 +133,7 @@ def claims() -> str:
 
 
 def remedies() -> str:
-    """What was tried on dev for Q16: the mean over seeds of every setting."""
+    """The settings that were tried on dev for Q16, with the mean over seeds of each."""
     probe = read("dev-probe-4")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for arm, teacher in (("ppo", "none"), ("memopd", "λ 1, all")):  # the third round's own models
@@ -143,13 +143,13 @@ def remedies() -> str:
         s = run["settings"]
         teacher = f"λ {s['weight']:g}, {s['mask']}" if "weight" in s else "none"
         groups.setdefault((s["student"], s["episodes_a_step"], s["steps"], teacher), []).append(run["dev"])
-    columns = ["student", "episodes an update", "updates", "teacher", "seeds", *DEV_COLUMNS]
+    columns = ["student", "episodes per update", "updates", "teacher", "seeds", *DEV_COLUMNS]
     rows = [[*map(str, key), str(len(found)), *dev_cells(found)] for key, found in sorted(groups.items())]
     return markdown_table(columns, rows)
 
 
 def temperatures() -> str:
-    """The third round's models on dev, sampled less freely."""
+    """The third round's models on dev, at lower temperatures."""
     groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for line in read("dev-probe-4")["temperatures"]:
         system = line["model"].removeprefix("third round, ").partition(",")[0]
@@ -170,7 +170,7 @@ def dev_cells(found: list[dict[str, Any]]) -> list[str]:
 
 
 def lists() -> str:
-    """Who copies whose notes into an answer of sixteen parts."""
+    """How often a model copies its own or another model's notes into a complete answer of sixteen parts."""
     found = read("dev-probe-4")["lists"]
     rows = [
         [name.removeprefix("notes of "), f"{100 * notes['notes with digits']:.1f}", str(notes["answers"]),
@@ -228,7 +228,7 @@ RENAMED = {"memopd experiment ": "python -m paper ", "tests/optimise/": "tests/t
 
 
 def command(found: dict[str, Any]) -> str:
-    """The recorded command, in today's words: files keep the words of their day."""
+    """The recorded command with current names, since result files keep the names of their time."""
     text: str = found["command"]
     for before, after in RENAMED.items():
         text = text.replace(before, after)

@@ -1,4 +1,4 @@
-"""Table 4: rollout context equivalence under every context-update rule, on rollouts of the student under each."""
+"""Table 4: rollout context equivalence under every context-update rule, on the student's rollouts under that rule."""
 
 from __future__ import annotations
 

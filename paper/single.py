@@ -1,4 +1,4 @@
-"""Table 2: the models of Table 1 on one question, with dependency."""
+"""Table 2: the models of Table 1 on tasks of one question, with dependency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table 3 and the teacher's mismatch: the same sampled actions under persistent history, alone, and packed."""
+"""Table 3 and the teacher's mismatch: the same sampled actions in a persistent history, run alone, and packed."""
 
 from __future__ import annotations
 

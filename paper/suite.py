@@ -1,10 +1,10 @@
-"""The training runs and evaluations that main, single and control share, and what of them is there.
+"""The training runs and evaluations that main, single and control share, on disk.
 
     WORK/q2/ppo-0/                      a run directory of `memopd train`: arm, seed
     WORK/evaluations/test/ppo-0-q8.json one system, one seed, one horizon, with the measures of every task
-    WORK/logs/                          what the processes said
+    WORK/logs/                          the output of the processes
 
-A part that is there is not made again, so the same command goes on wherever it was killed.
+Existing parts are reused, so after an interruption the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Work:
     folder: Path
     wanted: tuple[tuple[str, int], ...]  # system, horizon
     split: str = "test"
-    overrides: tuple[tuple[str, str], ...] = ()  # of training.toml, for probes: ("optimise.lr", "1e-5")
+    overrides: tuple[tuple[str, str], ...] = ()  # changes to training.toml, for example ("optimise.lr", "1e-5")
 
     @property
     def arms(self) -> list[str]:
@@ -49,7 +49,7 @@ class Work:
         return load_config(self.suite.training, dict(self.overrides) | own)
 
     def training_jobs(self) -> Iterator[Job]:
-        """Seed by seed, so that an early end leaves whole comparisons."""
+        """One seed after the other, so that an early end leaves complete comparisons."""
         for seed in self.suite.seeds:
             for arm in self.arms:
                 yield self._training_job(arm, seed)
@@ -82,7 +82,7 @@ class Work:
         return self.folder / "evaluations" / self.split / f"{system.replace(':', '-')}-{seed}-q{k}.json"
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
-        """One process a model and seed: it is loaded once for all horizons and rules."""
+        """One process per model and seed, which loads the model once for all horizons and rules."""
         base = load_config(self.suite.training, dict(self.overrides))
         for who, model in (("student", base.model.student), ("teacher", base.model.teacher)):
             fixed = [(s, k) for s, k in self.wanted if s.partition("-")[0] == who]
@@ -106,7 +106,7 @@ class Work:
     def evaluation_jobs(self) -> Iterator[Job]:
         for name, plan in self.plans():
             if not Path(plan.model, "config.json").is_file() and not all(is_made(plan, p) for p in plan.parts):
-                continue  # its training did not finish: said when results are collected
+                continue  # its training did not finish, which is reported when results are collected
             yield self._evaluation_job(name, plan)
 
     def _evaluation_job(self, name: str, plan: Plan) -> Job:
@@ -127,19 +127,19 @@ class Work:
 
 
 def make(work: Work) -> dict[str, str]:
-    """All training runs, then all evaluations. Returns the failed."""
-    with sole(work.folder):
+    """Make all training runs, then all evaluations. Return the failed jobs."""
+    with locked(work.folder):
         failed = run_jobs(list(work.training_jobs()), work.suite.concurrent)
         return failed | run_jobs(list(work.evaluation_jobs()), work.suite.concurrent)
 
 
 @contextmanager
-def sole(folder: Path) -> Iterator[None]:
-    """Two commands must not write the same runs. The lock goes with the process, however it ends."""
+def locked(folder: Path) -> Iterator[None]:
+    """Keep two commands from writing the same runs. The lock disappears with the process, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder}: another command is at work on it; wait, or choose another --work") from None
+            raise ValueError(f"{folder}: another command is using it; wait, or choose another --work") from None
         yield

@@ -1,4 +1,4 @@
-"""main, single and control: the suite's results that are there, what is missing, and what their tables share."""
+"""Collects the suite's results for main, single and control, lists the missing ones, and makes their tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS: tuple[Column, ...] = (  # those of the paper's Tables 1 and 2
 
 @dataclass(slots=True)
 class Collected:
-    """By system and horizon."""
+    """The results by system and horizon."""
 
     runs: dict[tuple[str, int], dict[int, list[Measures]]] = field(default_factory=dict)  # seed -> tasks
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
@@ -44,10 +44,10 @@ class Collected:
 
 
 def show(name: str, shown: Shown, work: Work, failed: dict[str, str], output: Path) -> list[Path]:
-    """Write OUTPUT/NAME.json, .md and .png from whatever results are there."""
+    """Write OUTPUT/NAME.json, .md and .png from the results that exist."""
     found = collect(work, shown.systems, shown.horizons)
     if not found.results:
-        raise ValueError(f"{work.folder}: there is no result to show yet; the first missing one: {found.missing[0]}")
+        raise ValueError(f"{work.folder}: there is no result yet; the first missing one is {found.missing[0]}")
     own: Findings = import_module(f"paper.{name}").findings(found, shown, work)
     comparisons = [
         line | {"a": label(a), "b": label(b)}
@@ -70,7 +70,7 @@ def show(name: str, shown: Shown, work: Work, failed: dict[str, str], output: Pa
 
 
 def label(system: str) -> str:
-    """What tables call a system: `teacher-mem1` is `teacher, mem1`."""
+    """The name of a system in tables: `teacher-mem1` is `teacher, mem1`."""
     who, _, rule = system.partition("-")
     return LABELS.get(system) or f"{ {'student': 'SFT'}.get(who, who) }, {rule}"
 
@@ -102,12 +102,12 @@ def _read(
     part = Part(system, seed, k, read["settings"]["memory"], e.tasks.format(split=work.split, k=k), str(file))
     if read["settings"] != (asked := measured_with(part, e)):
         other = ", ".join(name for name in asked if read["settings"].get(name) != asked[name])
-        found.missing.append(f"{what} (what is there was made with another {other})")
+        found.missing.append(f"{what} (the existing result has another {other})")
         return None
     if read["machine"] not in found.machines:
         found.machines.append(read["machine"])
     shared = f", {read['processes']} processes on it" if read["processes"] > 1 else ""
-    settings.append(Setting(e.grading, read["engine"] + shared, e.batch))  # type: ignore[arg-type]
+    settings.append(Setting(e.grading, read["engine"] + shared, e.batch))
     return [Measures(**m) for m in read["measures"]]
 
 

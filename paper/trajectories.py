@@ -1,6 +1,6 @@
-"""Trajectories that a model samples under each context-update rule, kept so that every experiment reads the same ones.
+"""The trajectories that a model samples under each context-update rule, stored so that all experiments share them.
 
-WORK/trajectories/mem1-0a1b2c3d4e5f/    episodes.parquet, settings.json; the name says what they were sampled with
+WORK/trajectories/mem1-0a1b2c3d4e5f/    episodes.parquet, settings.json; the name contains a digest of the settings
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def sentence(settings: Recorded, counted: dict[str, int]) -> str:
 
 @dataclass
 class Subject:
-    """Who is examined: a model and its own trajectories; models are loaded when first asked for."""
+    """The model that is examined, and its own trajectories. Models are loaded when they are first needed."""
 
     settings: Recorded
     work: Path
     progress: Progress
 
     def episodes(self, rule: str, tasks: str | None = None) -> list[Episode]:
-        """The first so many tasks of the file, one trajectory each; sampled unless they are there."""
+        """One trajectory for each of the first tasks in the file. They are sampled unless they exist."""
         from memopd.record import read_episodes, write_episodes
 
         tasks = tasks or self.settings.tasks[0]
@@ -92,7 +92,7 @@ class Subject:
         s, tokenizer = self.settings, load_tokenizer(self.settings.model)
         found = read_tasks(tasks)
         if len(found) < s.trajectories:
-            raise ValueError(f"{tasks}: has {len(found)} tasks, trajectories = {s.trajectories} asks for more")
+            raise ValueError(f"{tasks}: has {len(found)} tasks, but trajectories = {s.trajectories}")
         environment, memory = build_parts(TasksConfig(index=s.index, memory=rule), tokenizer)
         sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
         engine = LocalEngine(self.model, tokenizer, slots=s.batch, max_length=s.max_context + s.max_tokens)

@@ -276,10 +276,10 @@ def test_import(call_main, tmp_path):
     assert (a.reward, b.id) == (1.0, "b")
     status, _, err = call_main("import", calls, "-o", output)  # again: the store stays as it is
     assert status == 2
-    assert one_line(err) == f"memopd: {output}: has episode 'a' already; remove it, or choose another -o"
+    assert one_line(err) == f"memopd: {output}: already has episode 'a'; remove it, or choose another -o"
     assert len(list(read_episodes(output))) == 2
     calls.write_text("")
-    assert "there is no call in it" in one_line(call_main("import", calls, "-o", tmp_path / "none")[2])
+    assert "contains no calls" in one_line(call_main("import", calls, "-o", tmp_path / "none")[2])
     assert not (tmp_path / "none").exists()
 
 
@@ -311,7 +311,7 @@ def test_a_long_path_is_printed_on_one_line(call_main, store, tmp_path):
 def test_draw_an_unknown_episode(call_main, store, tmp_path):
     status, out, err = call_main("draw", store, "--episode", "nobody", "-o", tmp_path / "pack.png")
     assert (status, out) == (2, "")
-    assert one_line(err) == f"memopd: {store}: there is no episode 'nobody'"
+    assert one_line(err) == f"memopd: {store}: has no episode 'nobody'"
     assert not (tmp_path / "pack.png").exists()
 
 

@@ -87,7 +87,7 @@ def test_types_and_overrides(tmp_path):
         ("[optimise\n", {}, "c.toml: not TOML: "),
         ("lr = 1\n", {}, "c.toml: unknown section [lr]: choose from model, tasks"),
         ("[optimize]\n", {}, "c.toml: unknown section [optimize]"),
-        ("[optimise]\nrate = 1\n", {}, "c.toml: optimise.rate: no such setting; there are steps, tasks"),
+        ("[optimise]\nrate = 1\n", {}, "c.toml: optimise.rate: no such setting; choose from steps, tasks"),
         ('[optimise]\nlr = "1"\n', {}, 'c.toml: optimise.lr: must be a number, got "1"'),
         ("[optimise]\nlr = true\n", {}, "c.toml: optimise.lr: must be a number, got true"),
         ("[optimise]\nsteps = 1.5\n", {}, "c.toml: optimise.steps: must be a whole number, got 1.5"),
@@ -99,7 +99,7 @@ def test_types_and_overrides(tmp_path):
         ("[sampling]\nbatch = 0\n", {}, "c.toml: sampling.batch: must be above 0, got 0"),
         ("", {"optimise.whiten": "yes"}, '--optimise.whiten: must be true or false, got "yes"'),
         ("", {"optimise.steps": "1e3"}, '--optimise.steps: must be a whole number, got "1e3"'),
-        ("", {"optimise.rate": "1"}, "--optimise.rate: no such setting; there are steps, tasks"),
+        ("", {"optimise.rate": "1"}, "--optimise.rate: no such setting; choose from steps, tasks"),
         ("", {"sampler.batch": "1"}, "--sampler.batch: unknown section 'sampler'"),
         ("", {"model.dtype": "float16"}, '--model.dtype: "float16" is not one of float32, bfloat16, float64'),
         ("", {"optimise.lr": "nan"}, "--optimise.lr: must be a finite number, got NaN"),
@@ -152,7 +152,7 @@ def test_an_old_name_is_carried_over(tmp_path, caplog, old, new):
         config = load_config(write(tmp_path, text))
     assert config.optimise.algorithm == new
     (line,) = caplog.messages
-    assert line.startswith(f"{tmp_path / 'c.toml'}: optimise.advantages is called optimise.algorithm now")
+    assert line.startswith(f"{tmp_path / 'c.toml'}: optimise.advantages is now called optimise.algorithm")
     assert load_config(write(tmp_path, text.replace(old, "gae")), {"optimise.lr": "1"}).optimise.algorithm == "ppo"
 
 
@@ -160,7 +160,7 @@ def test_an_old_name_is_carried_over(tmp_path, caplog, old, new):
     ("text", "complaint"),
     [
         ('advantages = "gae"\nalgorithm = "ppo"', "is the old name of optimise.algorithm: remove advantages"),
-        ('advantages = "td"', "optimise.advantages: 'td' is not one of gae, group; it is optimise.algorithm now"),
+        ('advantages = "td"', "optimise.advantages: 'td' is not one of gae, group; it is now optimise.algorithm"),
         ("advantages = [1]", "optimise.advantages: [1] is not one of gae, group"),
     ],
 )
@@ -207,7 +207,7 @@ def test_the_command_prints_the_resolved_configuration():
         ((), "give a CONFIG to check and print, or --schema alone"),
         ((TRAINING, "--schema"), "give a CONFIG to check and print, or --schema alone"),
         ((TRAINING, "--optimise.steps", "0"), "--optimise.steps: must be above 0, got 0"),
-        ((TRAINING, "--steps", "3"), "'--steps': no such option; settings are given as --section.field value"),
+        ((TRAINING, "--steps", "3"), "'--steps': no such option; give settings as --section.field value"),
     ],
 )
 def test_the_command_refuses_in_one_line(arguments, complaint):

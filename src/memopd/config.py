@@ -1,12 +1,13 @@
 """A run's settings: one frozen dataclass per section of the TOML file, with types, bounds and choices at each field.
 
-[model]     who learns, who teaches          [tasks]     what is asked, what can be searched
+[model]     the student and the teacher      [tasks]     the tasks, environment and memory rule
 [sampling]  how episodes are sampled         [optimise]  the algorithm's settings
 [teacher]   the distillation term            [sft]       supervised training before it
 [run]       seed, checkpoints, checks
 
-TOML in, resolved JSON out; `memopd config --schema` prints the JSON schema for editors. The classes are pydantic's, so
-`dataclasses.replace` checks the new values too. This module must not import torch: `--help` must not wait for it.
+Settings are read from TOML and recorded as JSON with all defaults; `memopd config --schema` prints the JSON schema for
+editors. The classes are pydantic dataclasses, so `dataclasses.replace` checks the new values too. This module must not
+import torch: `--help` must not wait for it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ log = logging.getLogger("memopd")
 
 
 def _as_tuple(value: Any) -> Any:
-    """One string stands for a list of one; strict tuples take no list."""
+    """Accept a single string as a list of one string, and turn lists into tuples, which strict fields require."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-# Strict, so that true is no number and "1" is none either; TOML and JSON have types of their own.
+# Fields are strict: true and "1" are not accepted as numbers, because TOML and JSON have their own types.
 Text = Annotated[str, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
@@ -52,32 +53,43 @@ _CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class ModelConfig:
-    """Who learns, who teaches."""
+    """The student and the teacher."""
 
-    student: Text = Field(default="", description="π_θ at the start, and π_ref: a folder or a hub name")
-    teacher: Text = Field(default="", description='π_T, frozen; empty only with teacher.state = "none"')
+    student: Text = Field(
+        default="", description="the initial policy π_θ, and the reference π_ref: a folder or a hub name"
+    )
+    teacher: Text = Field(
+        default="",
+        description='the frozen teacher π_T: a folder or a hub name; may be empty only with teacher.state = "none"',
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
-        description="of the passes; master weights stay float32 under bfloat16; float64 is for checks",
+        description="precision of the passes; under bfloat16 the master weights stay float32; float64 is for checks",
     )
-    attention: Text = Field(default="auto", description="or dense, flex, cascade, or package.module:Class")
+    attention: Text = Field(
+        default="auto", description="the attention kernel: auto, dense, flex, cascade, or package.module:Class"
+    )
     checkpointing: Flag = Field(default=False, description="recompute activations in the backward pass")
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class TasksConfig:
-    """What is asked, what can be searched."""
+    """The tasks, the environment, the memory rule and the reward."""
 
-    train: Text = Field(default="", description="Parquet file of tasks")
-    dev: Text = Field(default="", description="Parquet file of tasks; empty: no evaluation while training")
-    index: Text = Field(default="", description="a folder, or the URL of a retrieval service")
-    environment: Text = Field(default="search", description="or package.module:Class")
-    memory: Text = Field(default="mem1", description="the context-update rule U, or package.module:Class")
+    train: Text = Field(default="", description="Parquet file of training tasks")
+    dev: Text = Field(
+        default="", description="Parquet file of tasks to evaluate on while training; empty: no evaluation"
+    )
+    index: Text = Field(default="", description="an index folder, or the URL of a retrieval service")
+    environment: Text = Field(default="search", description="search, or package.module:Class")
+    memory: Text = Field(
+        default="mem1", description="the context-update rule U: mem1, full_response, ..., or package.module:Class"
+    )
     topk: Positive = Field(default=3, description="documents per search")
     max_context: Positive = Field(
-        default=4096, description="tokens of a call's prompt; an episode that needs more ends"
+        default=4096, description="the most tokens per prompt; an episode that needs more ends"
     )
-    reward: Text = Field(default="em", description="or f1, or package.module:function")
+    reward: Text = Field(default="em", description="em, f1, or package.module:function")
     grading: Literal["squad", "mem1"] = Field(
         default="squad", description="how answers are normalised before they are compared"
     )
@@ -87,10 +99,12 @@ class TasksConfig:
 class SamplingConfig:
     """How episodes are sampled."""
 
-    servers: Texts = Field(default=(), description="URLs of vLLM servers; none: the model samples in this process")
-    temperature: PositiveNumber = Field(default=1.0, description="of the distribution that tokens are drawn from")
-    max_tokens: Positive = Field(default=1000, description="of one response")
-    batch: Positive = Field(default=64, description="episodes at once")
+    servers: Texts = Field(
+        default=(), description="URLs of vLLM servers; if there are none, the training process samples"
+    )
+    temperature: PositiveNumber = Field(default=1.0, description="the sampling temperature")
+    max_tokens: Positive = Field(default=1000, description="the most tokens per response")
+    batch: Positive = Field(default=64, description="episodes that run at once")
     replay: Text = Field(default="", description="a store of recorded episodes to train on instead of sampling")
 
 
@@ -98,36 +112,46 @@ class SamplingConfig:
 class OptimiseConfig:
     """The algorithm's settings."""
 
-    steps: Positive = Field(default=500, description="updates in all")
-    tasks: Positive = Field(default=128, description="per step")
+    steps: Positive = Field(default=500, description="total number of training steps")
+    tasks: Positive = Field(default=128, description="tasks per step")
     samples: Positive = Field(default=1, description="episodes per task")
     algorithm: Text = Field(
-        default="ppo", description="ppo has a critic; grpo, rloo and gspo need none; or package.module:Class"
+        default="ppo",
+        description="ppo, which trains a critic; grpo, rloo or gspo, which need none; or package.module:Class",
     )
     gamma: Share = Field(default=1.0, description="discount γ")
     gae_lambda: Share = Field(default=1.0, description="λ of generalised advantage estimation")
     whiten: Flag = Field(
-        default=True, description="scale advantages to mean 0, deviation 1; verl does, the paper is silent"
+        default=True, description="scale advantages to mean 0 and deviation 1; verl does, the paper does not say"
     )
     epochs: Positive = Field(default=1, description="passes over the episodes of a step")
     mini_batch: Positive = Field(default=64, description="episodes per optimiser step")
     micro_batch: Whole = Field(default=0, description="episodes whose calls may share packs; 0: the whole mini-batch")
     budget: Positive = Field(default=16384, description="rows per pack")
-    share: Flag = Field(default=True, description="false: every call gets rows of its own, for comparison")
-    clip: Share = Field(default=0.2, description="ε of the policy's clip")
-    clip_high: Number = Field(default=0.0, description="the upper clip, where it is another (DAPO: 0.28); 0: as clip")
-    value_clip: Number = Field(default=0.5, description="ε of the critic's clip")
+    share: Flag = Field(
+        default=True,
+        description="share the rows of equal prefixes; false gives every call its own rows, for comparison",
+    )
+    clip: Share = Field(default=0.2, description="ε, the clip range of the policy's ratio")
+    clip_high: Number = Field(
+        default=0.0, description="the upper clip range if it differs (DAPO: 0.28); 0: the same as clip"
+    )
+    value_clip: Number = Field(default=0.5, description="ε, the clip range of the critic's values")
     entropy: Number = Field(default=0.001, description="α, the weight of the entropy bonus")
     reference: Number = Field(default=0.001, description="β, the weight of the divergence from the reference policy")
     lr: Number = Field(default=1e-6, description="learning rate")
-    warmup: Share = Field(default=0.05, description="share of the steps")
+    warmup: Share = Field(default=0.05, description="share of the steps in which the learning rate rises")
     critic_lr: Number = Field(default=1e-5, description="the critic's learning rate")
-    critic_warmup: Share = Field(default=0.015, description="share of the steps")
-    schedule: Literal["constant", "cosine"] = Field(
-        default="constant", description="of the learning rates after warm-up"
+    critic_warmup: Share = Field(
+        default=0.015, description="share of the steps in which the critic's learning rate rises"
     )
-    weight_decay: Number = Field(default=0.0, description="AdamW's")
-    max_grad_norm: PositiveNumber = Field(default=1.0, description="gradients are clipped to this norm")
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant", description="schedule of the learning rates after the warm-up"
+    )
+    weight_decay: Number = Field(default=0.0, description="weight decay of AdamW")
+    max_grad_norm: PositiveNumber = Field(
+        default=1.0, description="gradients with a larger norm are scaled to this norm"
+    )
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
@@ -135,14 +159,17 @@ class TeacherConfig:
     """The distillation term."""
 
     state: Literal["aligned", "persistent", "none"] = Field(
-        default="aligned", description="aligned: MemOPD; persistent: the paper's control; none: no teacher"
+        default="aligned",
+        description="what the teacher reads: aligned (MemOPD), persistent (the paper's control), or none (no teacher)",
     )
     mask: Literal["all", "think", "action"] = Field(
-        default="all", description="m^T: all sampled tokens, the <think> part, or the action after it"
+        default="all",
+        description="m^T, the tokens that are distilled: all sampled ones, the <think> part, or the action after it",
     )
-    weight: Number = Field(default=0.02, description="λ")
+    weight: Number = Field(default=0.02, description="λ, the weight of the distillation term")
     divergence: Text = Field(
-        default="reverse_kl", description="or forward_kl, jsd:0.5 (its β), top_k:64, or package.module:function"
+        default="reverse_kl",
+        description="reverse_kl, forward_kl, jsd:0.5 (its β), top_k:64, or package.module:function",
     )
 
 
@@ -150,34 +177,37 @@ class TeacherConfig:
 class SftConfig:
     """Supervised training on recorded interactions."""
 
-    start: Text = Field(default="", description="a model folder; or a config.json, for random weights")
-    tokenizer: Text = Field(default="", description="its folder, where the model's folder has none")
-    episodes: Texts = Field(default=(), description="stores of interactions to imitate")
-    dev: Texts = Field(default=(), description="stores of interactions to measure on")
+    start: Text = Field(
+        default="", description="the model to start from: a folder, or a config.json for random weights"
+    )
+    tokenizer: Text = Field(default="", description="the tokenizer's folder, if the model's folder has no tokenizer")
+    episodes: Texts = Field(default=(), description="episode stores to imitate")
+    dev: Texts = Field(default=(), description="episode stores to measure the loss on")
     keep: Texts = Field(
-        default=("correct", "valid"), description="which interactions to imitate; the default is the paper's"
+        default=("correct", "valid"),
+        description="conditions that an interaction must meet to be imitated; the default is the paper's",
     )
-    tokens: Positive = Field(default=50_000_000, description="sampled and read, in all")
+    tokens: Positive = Field(default=50_000_000, description="total number of tokens to train on, prompts included")
     batch: Positive = Field(default=24_576, description="tokens per optimiser step")
-    lr: Number = Field(default=8e-4, description="after a short warm-up; falls to a tenth by a cosine")
+    lr: Number = Field(default=8e-4, description="learning rate after a short warm-up; a cosine reduces it to a tenth")
     short: Share = Field(
-        default=0.6, description="for this share of the run only episodes of at most short_k questions"
+        default=0.6, description="share of the run that uses only episodes of at most short_k questions"
     )
-    short_k: Whole = Field(default=2, description="see short")
+    short_k: Whole = Field(default=2, description="the most questions per episode in that share of the run")
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class RunSettings:
-    """Seed, checkpoints, checks."""
+    """The seed, checkpoints, equivalence checks and evaluations."""
 
-    seed: Whole = Field(default=0, description="of everything that is drawn")
-    save_every: Positive = Field(default=10, description="steps")
-    keep: Positive = Field(default=2, description="checkpoints")
+    seed: Whole = Field(default=0, description="seed of everything that is drawn")
+    save_every: Positive = Field(default=10, description="steps between checkpoints")
+    keep: Positive = Field(default=2, description="checkpoints to keep")
     check_every: Whole = Field(
         default=50, description="steps between equivalence checks; the first batch is always checked"
     )
-    dev_every: Whole = Field(default=0, description="steps; 0: never")
-    dev_tasks: Positive = Field(default=128, description="tasks of an evaluation while training")
+    dev_every: Whole = Field(default=0, description="steps between evaluations on tasks.dev; 0: never")
+    dev_tasks: Positive = Field(default=128, description="tasks per evaluation while training")
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
@@ -201,7 +231,7 @@ _ADAPTER = TypeAdapter(RunConfig)
 
 
 def load_config(path: str | Path, overrides: dict[str, str] | None = None) -> RunConfig:
-    """A TOML file, then `{"optimise.lr": "1e-5"}` from the command line."""
+    """Read a TOML file, then apply `{"optimise.lr": "1e-5"}` from the command line."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file; configs/ has examples")
@@ -219,31 +249,31 @@ def load_config(path: str | Path, overrides: dict[str, str] | None = None) -> Ru
         sources[section, key] = f"--{name}"
     old = table.get("optimise")
     if isinstance(old, dict) and "advantages" in old:
-        log.info('%s: optimise.advantages is called optimise.algorithm now: "gae" is "ppo", "group" is "grpo"', path)
+        log.info('%s: optimise.advantages is now called optimise.algorithm: "gae" is "ppo", "group" is "grpo"', path)
     return from_tables(table, str(path), sources)
 
 
 def from_tables(table: dict[str, Any], source: str, sources: dict[tuple[str, str], str] | None = None) -> RunConfig:
-    """The checked configuration of a TOML file's tables, or of what `as_json` wrote, by this version or an older one.
+    """Check the tables of a TOML file, or of JSON that `as_json` wrote in this version or an older one.
 
-    Errors name the `source`, or the option that gave the value (`sources`).
+    Errors name the `source`, or the option that set the value (`sources`).
     """
     for section, values in table.items():
         if section not in SECTIONS or not isinstance(values, dict):
             raise ValueError(f"{source}: unknown section [{section}]: choose from {', '.join(SECTIONS)}")
     try:
-        return _ADAPTER.validate_python(_carried_over(table, source))
+        return _ADAPTER.validate_python(_with_current_names(table, source))
     except ValidationError as error:
         raise ValueError(_line(error, source, sources or {})) from None
 
 
 def json_schema() -> dict[str, Any]:
-    """For editors: every setting with its type, bounds, default and description."""
+    """The JSON schema, for editors: every setting with its type, bounds, default and description."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_ADAPTER.json_schema()}
 
 
-def _carried_over(table: dict[str, Any], source: str) -> dict[str, Any]:
-    """Settings that older versions knew, under the names that they have now."""
+def _with_current_names(table: dict[str, Any], source: str) -> dict[str, Any]:
+    """Rename the settings of older versions."""
     optimise = dict(table.get("optimise", {}))
     if "advantages" not in optimise:
         return table
@@ -256,28 +286,28 @@ def _carried_over(table: dict[str, Any], source: str) -> dict[str, Any]:
             optimise["algorithm"] = "grpo"
         case other:
             raise ValueError(
-                f"{source}: optimise.advantages: {other!r} is not one of gae, group; it is optimise.algorithm now"
+                f"{source}: optimise.advantages: {other!r} is not one of gae, group; it is now optimise.algorithm"
             )
     return table | {"optimise": optimise}
 
 
 def _line(error: ValidationError, source: str, sources: dict[tuple[str, str], str]) -> str:
-    """The first of pydantic's errors as one line."""
+    """Describe the first of pydantic's errors in one line."""
     first = error.errors(include_url=False)[0]
     where = first["loc"]
-    if not where:  # two settings that do not go together
+    if not where:  # two settings that contradict each other
         return f"{source}: {schema.message(first)}"
     section, key = str(where[0]), str(where[1])
     name = sources.get((section, key), f"{source}: {section}.{key}")
     if first["type"] in schema.UNKNOWN:
-        return f"{name}: no such setting; there are {', '.join(f.name for f in fields(SECTIONS[section]))}"
+        return f"{name}: no such setting; choose from {', '.join(f.name for f in fields(SECTIONS[section]))}"
     if len(where) > 2:
         return f"{name}: must be a list of strings, got {schema.short(first['input'])} in it"
     return f"{name}: {schema.message(first)}"
 
 
 def _from_text(section: str, key: str, text: str) -> Any:
-    """A value from the command line, as TOML would have it; text that does not fit is left for the field to refuse."""
+    """Convert a value from the command line to its TOML type. The field itself rejects text that does not convert."""
     kind = get_type_hints(SECTIONS[section]).get(key)
     if kind == tuple[str, ...]:
         return [part for part in text.split(",") if part]

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all and are on the disk when they must be, and JSON lines."""
+"""Atomic and durable writes of files and folders, and a reader of JSON lines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from uuid import uuid4
 
 @contextmanager
 def whole(path: Path, durable: bool = False) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; it takes the real name when the block ends well.
+    """Yield a temporary path beside `path` to write to, and rename it to `path` if the block succeeds.
 
-    With `durable`, the file and its name are on the disk when this returns.
+    With `durable`, the file and its name are on the disk when the block has ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{uuid4().hex}{path.suffix}")
@@ -35,7 +35,7 @@ def whole(path: Path, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder, which takes the place of an older one."""
+    """Do the same for a folder, which replaces an existing one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     temporary.mkdir()
@@ -49,7 +49,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk: only then they survive a power cut."""
+    """Wait until a file's content, or the names in a folder, are on the disk, where they survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,7 +60,7 @@ def sync(path: Path) -> None:
 def json_lines(path: Path, *, finished: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a .jsonl or .jsonl.gz file, each with the number of its line; errors name file and line.
 
-    With `finished`, a last line without a newline is left out: whoever wrote it was killed.
+    With `finished`, a last line without a newline is skipped, because its writer was killed.
     """
     for number, line in lines(path):
         if finished and not line.endswith(b"\n"):
@@ -73,7 +73,7 @@ def json_lines(path: Path, *, finished: bool = False) -> Iterator[tuple[int, dic
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, gzipped if its name says so, that are not blank, each with its number (from 1)."""
+    """The lines of a file that are not blank, each with its number (from 1). Files named *.gz are decompressed."""
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -87,7 +87,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """The object that a line holds, for readers that may skip a bad line. No field may be given twice."""
+    """Parse the object on one line, for readers that may skip a bad line. A field must not be given twice."""
     try:
         value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:

@@ -1,10 +1,10 @@
-"""A user's own part: `module:name` wherever a built-in part has a short name.
+"""Parts of your own: you can write `module:name` wherever a built-in part has a short name.
 
-    resolve("tasks.memory", "mem1", RULES)                     one of ours
+    resolve("tasks.memory", "mem1", RULES)                     a built-in rule
     resolve("tasks.memory", "my_rules:LastTwo", RULES, ...)    a class in my_rules.py, here or on PYTHONPATH
 
-The module is looked for in the working directory too, as `python -m` does. Mistakes are one line, which names the
-setting, and cost no model: everything that a run names is resolved before the first is loaded.
+Modules are also searched for in the working directory, as `python -m` does. A mistake is reported in one line that
+names the setting, before any model is loaded: a run resolves all its names first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 
 def resolve(setting: str, name: str, builtin: Mapping[str, Any], methods: Sequence[str] = ()) -> Any:
-    """The built-in part called `name`, or what `module:name` says. A class must have `methods`."""
+    """Return the built-in part called `name`, or import `module:name`. A class must have `methods`."""
     if name in builtin:
         return builtin[name]
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         known = ", ".join(builtin)
-        raise ValueError(f"{setting}: {name!r} is not one of {known}; your own is written module:name")
+        raise ValueError(f"{setting}: {name!r} is not one of {known}; write module:name for your own")
     part = _imported(setting, name, module, attribute)
     if not callable(part):
         raise ValueError(f"{setting}: {name!r} must be a {_kind(methods)}, got {type(part).__name__}")
@@ -35,7 +35,7 @@ def resolve(setting: str, name: str, builtin: Mapping[str, Any], methods: Sequen
 
 
 def build(setting: str, name: str, part: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-    """Call `part` with what it asks for by name, of what is `offered`.
+    """Call `part` with those of the `offered` arguments that its parameters name.
 
     >>> build("tasks.memory", "m:Rule", lambda codec, size=2: (codec, size), {"codec": "utf-8", "index": None})
     ('utf-8', 2)
@@ -45,17 +45,17 @@ def build(setting: str, name: str, part: Callable[..., Any], offered: Mapping[st
 
 
 def check_parameters(setting: str, name: str, part: Callable[..., Any], offered: Collection[str]) -> None:
-    """Whether `build` can call `part` with what is offered, before any of that exists."""
+    """Raise an error if `build` could not call `part` with the offered arguments, which need not exist yet."""
     needed = [p for p, has_default in parameters(part).items() if not has_default]
     if unknown := [p for p in needed if p not in offered]:
         raise ValueError(
-            f"{setting}: {name!r} asks for {', '.join(unknown)}; it can have {', '.join(offered) or 'nothing'}: "
+            f"{setting}: {name!r} needs {', '.join(unknown)}; available: {', '.join(offered) or 'nothing'}; "
             "rename the parameter, or give it a default"
         )
 
 
 def parameters(part: Callable[..., Any]) -> dict[str, bool]:
-    """What `part` asks for by name, and whether it has a default.
+    """The named parameters of `part`, and whether each has a default.
 
     >>> parameters(lambda codec, size=2: None)
     {'codec': False, 'size': True}

@@ -1,9 +1,9 @@
-"""Pydantic's errors in one line: where the value stands, what it must be, what was given.
+"""Pydantic's errors in one line: the place of the value, what it must be, and what was given.
 
     optimise.lr: must be a number, got "fast"
     segments[0].start: must be a whole number, got null
 
-Configurations, imported calls and requests are pydantic models; this is how all three say what is wrong with a value.
+Configurations, imported calls and requests are all pydantic models, and they all report errors in this form.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def place(location: Location) -> str:
 
 
 def message(error: ErrorDetails) -> str:
-    """What is wrong with one value, without its place."""
+    """Describe what is wrong with one value, without its place."""
     kind, context = error["type"], error.get("ctx", {})
     given = short(error["input"])
     if kind in MISSING:
@@ -54,19 +54,19 @@ def message(error: ErrorDetails) -> str:
     if kind in UNKNOWN:
         return "unknown field"
     if kind in ("value_error", "assertion_error"):
-        return str(context["error"])  # raised by a validator of ours
+        return str(context["error"])  # raised by one of our validators
     if kind == "json_invalid":
         return f"not JSON: {context['error']}"
     if kind == "literal_error":
         choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
         return f"{given} is not one of {choices}"
     if kind in _KINDS and type(error["input"]) is int and kind == "float_type":
-        return f"{given} is too large"  # strict numbers take integers, but for those that no float can hold
+        return f"{given} is too large"  # strict floats accept integers, except those that no float can represent
     return f"must be {_KINDS.get(kind) or _bound(kind, context)}, got {given}"
 
 
 def short(value: Any) -> str:
-    """The value as JSON, cut off: nobody reads a thousand ids in an error."""
+    """The value as JSON, cut off, because an error should not print a thousand ids."""
     text = ""
     for part in json.JSONEncoder(default=repr).iterencode(value):
         text += part

@@ -93,7 +93,7 @@ def test_pieces_name_the_call_that_they_came_from():
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("mem2", "memory: 'mem2' is not one of mem1, full_response, .*; your own is written module:name"),
+        ("mem2", "memory: 'mem2' is not one of mem1, full_response, .*; write module:name for your own"),
         ("mem1:3", "the memory rule 'mem1' takes no size, got 'mem1:3'"),
         ("window:0", "the size of a memory rule is 1 or more, as in window:3, got 'window:0'"),
         ("window:x", "1 or more, as in window:3, got 'window:x'"),

@@ -52,12 +52,12 @@ def test_a_class_of_your_own_gets_what_it_asks_for(own, packed):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dnse", "'dnse' is not one of auto, dense, cascade, flex; your own is written module:name"),
+        ("dnse", "'dnse' is not one of auto, dense, cascade, flex; write module:name for your own"),
         ("some_kernels:Other", "module 'some_kernels' has no 'Other'"),
         ("no_such_module:Mine", "No module named 'no_such_module'"),
         ("some_kernels:NUMBER", "must be a class with attend, got int"),
         ("some_kernels:Blind", "must be a class with attend; it has no attend"),
-        ("some_kernels:Greedy", "asks for memory; it can have packed, device, dtype, config, windowed"),
+        ("some_kernels:Greedy", "needs memory; available: packed, device, dtype, config, windowed"),
     ],
 )
 def test_a_wrong_name_is_one_line_without_a_model(own, packed, name, message):

@@ -113,7 +113,7 @@ def test_every_task_must_have_been_tried():
     good = call("q", "<answer>Oskel; 1871</answer>")
     episodes = [episode(good, id="e0"), episode(call("q", "a"), id="e1"), episode(good, id="e2", task="t1")]
     assert [m.em for m in measure_all(episodes, [TASK, other], decode)] == [2, 0, 2]
-    with pytest.raises(ValueError, match="1 of 2 tasks have no episode, 't1' for one"):
+    with pytest.raises(ValueError, match="1 of 2 tasks have no episode, for example 't1'"):
         measure_all(episodes[:2], [TASK, other], decode)
     with pytest.raises(ValueError, match="episode 'e2': there is no task 't1'"):
         measure_all(episodes, [TASK], decode)

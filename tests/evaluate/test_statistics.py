@@ -63,7 +63,7 @@ def test_bootstrap_pairs_the_tasks():
 
 
 def test_bootstrap_wants_the_same_tasks():
-    with pytest.raises(ValueError, match="different tasks: 't2' is one of 1 of one alone"):
+    with pytest.raises(ValueError, match="different tasks: 1 were run by one only, for example 't2'"):
         paired_bootstrap(scores(1, 2, 3), scores(1, 2))
     with pytest.raises(ValueError, match="no tasks"):
         paired_bootstrap({}, {})

@@ -64,7 +64,7 @@ def test_what_was_not_recorded_for_all_is_not_averaged():
 
 
 def test_a_line_is_of_one_k_and_of_the_same_tasks():
-    with pytest.raises(ValueError, match=r"s: one line is of tasks of one k, got k = \[2, 8\]"):
+    with pytest.raises(ValueError, match=r"s: a line needs tasks of one k, got k = \[2, 8\]"):
         summarise("s", [[measures("t0", 1), measures("t1", 1, k=8)]], SETTING)
     with pytest.raises(ValueError, match="seeds were run on different tasks: 't1' is not in all"):
         summarise("s", [[measures("t0", 1), measures("t1", 1)], [measures("t0", 1)]], SETTING)

@@ -77,8 +77,8 @@ NAMES = {
     "own_kernl:Mine": "No module named 'own_kernl'; put its folder in PYTHONPATH, or run from it",
     "own_kernel:Yours": "module 'own_kernel' has no 'Yours'",
     "wrong_kernels:attend": "must be a class with attend; it has no attend",
-    "wrong_kernels:AsksForMore": "asks for memory; it can have packed, device, dtype, config, windowed",
-    "fast": "'fast' is not one of auto, dense, cascade, flex; your own is written module:name",
+    "wrong_kernels:AsksForMore": "needs memory; available: packed, device, dtype, config, windowed",
+    "fast": "'fast' is not one of auto, dense, cascade, flex; write module:name for your own",
 }
 
 

@@ -217,5 +217,5 @@ def test_the_command_says_what_it_needs(tmp_path, monkeypatch):
         gateway(tmp_path, model="m", host="0.0.0.0")
     with pytest.raises(ValueError, match="there is no model here"):
         gateway(tmp_path, model="/nowhere/at/all")
-    with pytest.raises(ValueError, match="it does not say what it serves"):
+    with pytest.raises(ValueError, match="cannot find out which model it serves"):
         gateway(tmp_path, server="http://127.0.0.1:1")

@@ -15,7 +15,7 @@ from paper.jobs import Job, run_jobs
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(jobs, "POLL", 0.01)
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.01)
 
 
 def shell(name: str, folder: Path, script: str) -> Job:

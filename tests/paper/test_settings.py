@@ -29,10 +29,11 @@ def test_every_shipped_file_loads():
     [
         ("arms = ['grpo']", "unknown arm 'grpo'"),
         ("speed = 1", "no such setting: speed"),
-        ("seeds = ['a']", "seeds: must be"),
-        ("concurrent = 0", "1 or more"),
-        ("[evaluation]\nsamples = 0", "evaluation.samples must be 1 or more"),
-        ("[evaluation]\nlimt = 3", "no such setting: limt"),
+        ("seeds = ['a']", r"seeds\[0\]: must be a whole number, got \"a\""),
+        ("seeds = [true]", r"seeds\[0\]: must be a whole number, got true"),
+        ("concurrent = 0", "concurrent: must be 1 or more, got 0"),
+        ("[evaluation]\nsamples = 0", "evaluation.samples: must be 1 or more"),
+        ("[evaluation]\nlimt = 3", "no such setting: evaluation.limt"),
         ("seeds = [", "not TOML"),
     ],
 )

@@ -17,7 +17,7 @@ from memopd.evaluate.summary import by_task
 from paper.evaluation import evaluate, is_made, read_plan
 from paper.jobs import run_jobs
 from paper.settings import Suite, load
-from paper.suite import Work, sole
+from paper.suite import Work, locked
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,9 +108,9 @@ def test_untrained_arms_wait(work):
 
 
 def test_two_commands_do_not_share_a_folder(tmp_path):
-    with sole(tmp_path), pytest.raises(ValueError, match="another command"), sole(tmp_path):
+    with locked(tmp_path), pytest.raises(ValueError, match="another command"), locked(tmp_path):
         pass
-    with sole(tmp_path):
+    with locked(tmp_path):
         pass
 
 

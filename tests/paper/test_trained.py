@@ -119,7 +119,7 @@ def test_the_command_makes_tables_of_what_is_there(work, tmp_path):
     assert "| MemOPD − PPO | Q2 F1 | +0.500 | +40.0 % | 2 of 2 |" in text
     assert made["command"].startswith("python -m paper")
     two = CliRunner().invoke(app, ["main", "single", *map(str, places)])
-    assert "--config is of one experiment" in str(two.exception)
+    assert "--config belongs to one experiment" in str(two.exception)
 
 
 def test_what_is_missing_is_said_and_left_out(work, tmp_path):
@@ -131,7 +131,7 @@ def test_what_is_missing_is_said_and_left_out(work, tmp_path):
     show("main", SHOWN, work, {"train ppo-1": "out of memory"}, tmp_path)
     made, text = read(tmp_path)
     assert made["missing"][0] == "PPO, seed 1, Q2"
-    assert made["missing"][1] == "MemOPD, seed 1, Q2 (what is there was made with another temperature)"
+    assert made["missing"][1] == "MemOPD, seed 1, Q2 (the existing result has another temperature)"
     assert made["missing"][2] == "train ppo-1 failed: out of memory"
     assert "| MemOPD | 1.500 ± 0.500 |" in text  # one run is left: standard error over its tasks
     assert "Missing" in text
@@ -152,5 +152,5 @@ def test_an_untrained_system_can_have_seeds_too(work, tmp_path):
 def test_nothing_at_all(work, tmp_path):
     for file in work.folder.rglob("*.json"):
         file.unlink()
-    with pytest.raises(ValueError, match="no result to show yet"):
+    with pytest.raises(ValueError, match="there is no result yet"):
         show("main", SHOWN, work, {}, tmp_path)

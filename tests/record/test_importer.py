@@ -262,5 +262,5 @@ def test_other_results_than_episodes_are_refused(tmp_path: Path, format: str, me
 
 
 def test_an_unknown_format(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--format: 'cals' is not one of calls; your own is written module:name"):
+    with pytest.raises(ValueError, match="--format: 'cals' is not one of calls; write module:name for your own"):
         import_episodes(tmp_path / "x.bin", "cals")

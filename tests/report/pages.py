@@ -2,6 +2,7 @@
 
 import atexit
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -54,6 +55,18 @@ def workshop() -> Path:
         save_model(folder / name, seed, hostile_tokenizer())
     write_episodes(folder / "episodes", recorded())
     (folder / "config.toml").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def run_with_notes(folder: Path, purpose: str) -> Path:
+    """A run directory whose only episode has a call with a purpose between its actions, and no traces."""
+    episode = recorded()[0]
+    first, *rest = episode.calls
+    note = replace(first, completion=rest[0].completion, purpose=purpose, trainable=False)
+    write_episodes(folder / "episodes" / "step-000000.parquet", [replace(episode, calls=(first, note, *rest))])
+    (folder / "config.json").write_text(
+        json.dumps({"run": {"seed": 0}, "model": {"student": str(workshop() / "student")}})
+    )
     return folder
 
 

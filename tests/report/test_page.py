@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from pages import HOSTILE, run_of, workshop
+from pages import HOSTILE, run_of, run_with_notes, workshop
 
 from memopd.record import read_episodes
 from memopd.report import page as made
@@ -66,7 +66,7 @@ def test_the_viewer_shows_the_call_that_the_address_names(browser):
     tip = dict(zip(browser.texts("#tip dt"), browser.texts("#tip dd"), strict=True))
     assert float(tip["advantage"].replace("−", "-")) == pytest.approx(float(trace.advantage[2]), rel=1e-3)
     assert float(tip["value"].replace("−", "-")) == pytest.approx(float(trace.value[2]), rel=1e-3)
-    assert float(tip["teacher KL"]) == pytest.approx(float(trace.divergence[2]), rel=1e-3)
+    assert float(tip["divergence"]) == pytest.approx(float(trace.divergence[2]), rel=1e-3)
     assert float(tip["log p"].partition(",")[0].replace("−", "-")) == pytest.approx(float(trace.logp_old[2]), rel=1e-3)
     assert tip["token id"] == str(episode.calls[2].completion[2])
     assert tip["position"] == str(len(episode.calls[2].prompt) + 2)
@@ -83,7 +83,7 @@ def test_clicks_and_keys_walk_the_calls(browser):
     assert browser.texts(".column h4") == [
         "What this call read",
         "What it wrote",
-        "What a flattened history would have said",
+        "What a flattened history would have contained",
     ]
     assert browser.texts(".drops .block") == []
     assert "nothing has been dropped yet" in browser.texts(".flattened .says")[0]
@@ -91,7 +91,7 @@ def test_clicks_and_keys_walk_the_calls(browser):
     assert browser.texts(".walk h3") == ["Call 3 (0 to 3)"]
     assert browser.run("location.hash") == "#run=0&episode=0&call=3&colour=advantage"
     assert len(browser.texts(".drops del")) == 2  # memory and observation of the call before
-    assert len(browser.texts(".flattened .alien")) == 4  # two turns that the agent no longer has
+    assert len(browser.texts(".flattened .unseen")) == 4  # two turns that the agent no longer has
     assert len(browser.texts(".flattened .moved")) == 2
     browser.key("ArrowLeft")
     assert browser.texts(".walk h3") == ["Call 2 (0 to 3)"]
@@ -117,6 +117,17 @@ def test_the_columns_are_what_was_read(browser):
     for column, pieces in ((".read > .block", call["read"]), (".drops .block", call["dropped"])):
         spans = [episode["flat"][p["flat"] : p["flat"] + p["n"]] for p in pieces]
         assert browser.texts(f"{column} .text") == ["".join(word[i] for i in ids).lstrip("\n") for ids in spans]
+
+
+def test_a_note_of_the_memory_is_labelled(browser, tmp_path):
+    purpose = f"note {HOSTILE[3]}"
+    write_report([run_with_notes(tmp_path, purpose)], tmp_path / "page.html")
+    shows(browser, tmp_path / "page.html", "#episode=0&call=1")
+    assert browser.texts(".map .purpose") == [purpose]
+    assert browser.texts(".map .row:nth-of-type(2) .purpose") == [purpose]
+    assert browser.texts(".walk .purpose") == [purpose]
+    browser.key("ArrowRight")
+    assert browser.texts(".walk .purpose") == []
 
 
 def test_model_text_stays_text(browser):

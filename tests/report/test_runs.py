@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from pages import add_evaluation, hostile_tokenizer, run_of
+from pages import HOSTILE, add_evaluation, hostile_tokenizer, run_of, run_with_notes
 from typer.testing import CliRunner
 
 from memopd.cli.report import app
@@ -46,9 +46,19 @@ def test_where_float32_decided_its_word_counts(tmp_path):
     assert run.equivalence == {0: {"passed": True}, 50: {"passed": True}}
 
 
+def test_a_call_that_is_not_an_action_has_its_purpose(tmp_path):
+    """The label of a note, which a memory rule names as it likes: it is data, and cannot end the block of JSON."""
+    purpose = "".join(HOSTILE)
+    data = page_data(read_runs([run_with_notes(tmp_path, purpose)]))
+    [episode] = data["runs"][0]["episodes"]
+    assert [call["purpose"] for call in episode["calls"]] == ["", purpose, *[""] * (len(episode["calls"]) - 2)]
+    assert purpose not in page(data)
+    assert json.loads(embedded(data))["runs"][0]["episodes"][0]["calls"][1]["purpose"] == purpose
+
+
 def test_refusals(tmp_path):
     run = folder(tmp_path / "run")
-    with pytest.raises(ValueError, match="no run directory"):
+    with pytest.raises(ValueError, match="not a run directory"):
         read_runs([tmp_path])
     with pytest.raises(ValueError, match="given twice"):
         read_runs([run, tmp_path / "." / "run"])
@@ -60,7 +70,7 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"x\.json: not JSON"):
         read_runs([run])
     said = CliRunner().invoke(app, [str(run), str(tmp_path / "other")])
-    assert "say where to write it" in str(said.exception)
+    assert "name it with -o page.html" in str(said.exception)
 
 
 def test_the_command_writes_into_the_run(tmp_path):

@@ -20,7 +20,7 @@ BAD = {
     "contents: must be a string": b'{"id": "18", "contents": ["T", "text"]}',
     "contents: must be a title line": b'{"id": "18", "contents": "text alone"}',
     "surrogate": b'{"id": "18", "contents": "\\"T\\"\\n\\ud800"}',
-    "id: '17' stands in an earlier row too": json.dumps(GOOD).encode(),
+    "id: '17' is also the id of an earlier row": json.dumps(GOOD).encode(),
 }
 
 

@@ -68,7 +68,7 @@ def test_skipped_rows_are_counted(corpus, tmp_path):
 def test_an_index_appears_whole_or_not_at_all(corpus, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(corpus.read_bytes() + b"{\n")
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
-    for name, why in (("bad", "line 301"), ("empty", "there is no passage in it")):
+    for name, why in (("bad", "line 301"), ("empty", "contains no passages")):
         with pytest.raises(ValueError, match=why):
             memopd("index", "build", tmp_path / f"{name}.jsonl", "-o", tmp_path / "index")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "empty.jsonl"]

@@ -141,7 +141,7 @@ def test_a_failed_search_is_an_answer_and_the_next_works():
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        ({"queries": WORDS[:9]}, "queries: at most 8 a request, got 9"),
+        ({"queries": WORDS[:9]}, "queries: at most 8 per request, got 9"),
         ({"queries": ["amber", "a" * 101]}, "queries: at most 100 characters each, got 101"),
         ({"queries": ["amber"], "topk": 21}, "topk: at most 20, got 21"),
         ({"queries": ["amber"], "topk": -1}, "topk: must be 0 or more, got -1"),
@@ -180,7 +180,7 @@ def test_a_body_too_large_is_not_read_to_its_end(url, chunked):
         assert len(sent) < 1000
         return
     assert response.status_code == 413
-    assert "at most 19,600 bytes a request" in response.json()["detail"]
+    assert "at most 19,600 bytes per request" in response.json()["detail"]
 
 
 def test_other_methods_and_paths(url):

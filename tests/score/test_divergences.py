@@ -269,7 +269,7 @@ def test_names():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("kl", "'kl' is not one of reverse_kl, forward_kl, jsd, top_k; your own is written module:name"),
+        ("kl", "'kl' is not one of reverse_kl, forward_kl, jsd, top_k; write module:name for your own"),
         ("jsd:1.5", "the number of 'jsd:1.5' must be between 0 and 1, as in jsd:0.5"),
         ("jsd:half", "the number of 'jsd:half' must be between 0 and 1"),
         ("jsd:nan", "the number of 'jsd:nan' must be between 0 and 1"),

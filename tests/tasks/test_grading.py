@@ -211,8 +211,8 @@ def test_rewards_of_the_users_own(tmp_path, monkeypatch):
         "their_rewards:one": r"must be a function of \(task, responses\)",
         "their_reward:count": "No module named 'their_reward'; put its folder in PYTHONPATH, or run from it",
         "their_broken_rewards:count": "No module named 'no_such_thing'",
-        "their_rewards": "'their_rewards' is not one of em, f1; your own is written module:name",
-        "precision": "'precision' is not one of em, f1; your own is written module:name",
+        "their_rewards": "'their_rewards' is not one of em, f1; write module:name for your own",
+        "precision": "'precision' is not one of em, f1; write module:name for your own",
     }.items():
         with pytest.raises(ValueError, match=message):
             reward_of(name)

@@ -114,7 +114,7 @@ def test_tasks_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     task = Task("t0", (Question("a", "who", ("x",)),))
     with pytest.raises(ZeroDivisionError):
         write_tasks(tmp_path / "t.parquet", [task], lambda task: str(1 // 0))
-    with pytest.raises(ValueError, match="task 't0' is there twice"):
+    with pytest.raises(ValueError, match="task 't0' occurs twice"):
         write_tasks(tmp_path / "t.parquet", [task, task], ask)
     with pytest.raises(ValueError, match=r"give a name that ends in \.parquet"):
         write_tasks(tmp_path / "t.jsonl", [task], ask)
@@ -172,7 +172,7 @@ def test_rows_of_other_programs(tmp_path, row, expected):
 def test_a_prompt_that_does_not_tell_is_refused(tmp_path, content):
     path = jsonl(tmp_path / "t.jsonl", verl([["Oskel"], ["1871"]], content))
     with pytest.raises(
-        ValueError, match=r"t\.jsonl: line 1: cannot tell its 2 question\(s\) .* add a column `questions`"
+        ValueError, match=r"t\.jsonl: line 1: cannot find its 2 question\(s\) .* add a column `questions`"
     ):
         read_tasks(path)
 
@@ -182,13 +182,13 @@ BAD = {
     "[1]": "must be a JSON object",
     '{"id": "x", "question": "who"}': "golden_answers: must be a list of strings, got null",
     '{"id": "x", "question": "who", "golden_answers": "Oskel"}': "golden_answers: must be a list of strings",
-    '{"id": "x", "question": "who", "golden_answers": []}': "golden_answers: must hold an answer",
-    '{"id": "x", "question": "who", "golden_answers": [" "]}': "golden_answers: must hold an answer",
+    '{"id": "x", "question": "who", "golden_answers": []}': "golden_answers: must contain an answer",
+    '{"id": "x", "question": "who", "golden_answers": [" "]}': "golden_answers: must contain an answer",
     '{"id": "x", "question": "who", "golden_answers": [3]}': "golden_answers: must be a list of strings, got .3.",
     '{"id": "x", "question": " ", "golden_answers": ["a"]}': "question 'x': text: must not be empty",
-    '{"id": "x", "question": "\\ud800", "golden_answers": ["a"]}': "question: holds half of a surrogate pair",
+    '{"id": "x", "question": "\\ud800", "golden_answers": ["a"]}': "question: contains half of a surrogate pair",
     '{"question": "who", "golden_answers": ["a"]}': "id: must be a string, got null",
-    '{"id": "nq-0", "question": "again", "golden_answers": ["a"]}': "task 'nq-q1-nq-0' stands on line 1 already",
+    '{"id": "nq-0", "question": "again", "golden_answers": ["a"]}': "task 'nq-q1-nq-0' is already on line 1",
     '{"reward_model": 3}': "reward_model.ground_truth.target: must be a list of alias lists, got null",
     json.dumps(verl([["a"], "b"])): r"reward_model.ground_truth.target\[1\]: must be a list of strings",
     json.dumps(verl([])): "reward_model.ground_truth.target: must be a list of alias lists",
@@ -220,7 +220,7 @@ def test_bytes_that_are_no_text_are_a_malformed_line(tmp_path):
 def test_a_malformed_row_of_parquet_is_named(tmp_path):
     rows = [verl(["a"], "Question: who?"), verl([""], "Question: when?"), verl(["c"], "Question: where?")]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
-    with pytest.raises(ValueError, match=r"t\.parquet: row 1: .*must hold an answer"):
+    with pytest.raises(ValueError, match=r"t\.parquet: row 1: .*must contain an answer"):
         read_tasks(tmp_path / "t.parquet")
     assert [t.id for t in read_tasks(tmp_path / "t.parquet", skip_bad=True)] == ["nq-q1-0", "nq-q1-2"]
 
@@ -245,7 +245,7 @@ def test_a_missing_file_and_an_unknown_format(tmp_path):
 
 def test_a_file_of_two_data_sets_is_not_one_list_of_questions(tmp_path):
     rows = [verl(["a"], "Question: who?"), verl(["b"], "Question: when?", data_source="hotpotqa")]
-    with pytest.raises(ValueError, match=r"holds several data sets \(nq, hotpotqa\)"):
+    with pytest.raises(ValueError, match=r"contains several data sets \(nq, hotpotqa\)"):
         read_questions(jsonl(tmp_path / "both.jsonl", *rows))
 
 

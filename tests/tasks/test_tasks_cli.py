@@ -55,7 +55,7 @@ def test_names_and_limits(tmp_path):
     done = memopd_tasks("build", path, path, "--source", "nq", "-o", tmp_path / "t.parquet")
     assert "--source was given 1 times for 2 files" in str(done.exception)
     done = memopd_tasks("build", path, path, "-o", tmp_path / "t.parquet")
-    assert "'train-q2-train-0' is there twice; name the data sets apart" in str(done.exception)
+    assert "'train-q2-train-0' occurs twice; give the data sets different names" in str(done.exception)
 
 
 def test_malformed_rows_are_skipped_only_when_asked(tmp_path, caplog):
@@ -71,7 +71,7 @@ def test_malformed_rows_are_skipped_only_when_asked(tmp_path, caplog):
 
 def test_too_few_questions_are_no_task(tmp_path):
     done = memopd_tasks("build", questions(tmp_path / "nq.jsonl", 7), "-k", 8, "-o", tmp_path / "t.parquet")
-    assert "not one task: no data set has 8 questions" in str(done.exception)
+    assert "no task could be made: no data set has 8 questions" in str(done.exception)
 
 
 def test_questions_of_one_kind(tmp_path):

@@ -185,7 +185,7 @@ def test_a_class_of_your_own():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a2c", "'a2c' is not one of ppo, grpo, rloo, gspo; your own is written module:name"),
+        ("a2c", "'a2c' is not one of ppo, grpo, rloo, gspo; write module:name for your own"),
         ("no_such_module:Mine", "No module named 'no_such_module'"),
         (f"{__name__}:Absent", "has no 'Absent'"),
         (f"{__name__}:LOG", "must be a class with needs_critic, credit, loss; it has no needs_critic, credit, loss"),
@@ -193,7 +193,7 @@ def test_a_class_of_your_own():
         (f"{__name__}:not_a_class", "it has no needs_critic, credit, loss"),
         (f"{__name__}:NoLoss", "it has no loss"),
         (f"{__name__}:INSTANCE", "got Bare"),
-        (f"{__name__}:Asking", "asks for temper; it can have"),
+        (f"{__name__}:Asking", "needs temper; available:"),
         (f"{__name__}:TwoArguments", "must be a method of one argument (Tokens)"),
         (f"{__name__}:WrongUnit", "must be one of token, call, episode, got 'word'"),
     ],

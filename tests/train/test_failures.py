@@ -94,7 +94,7 @@ def lead_metrics_to_a_full_disk(output: Path) -> None:
 
 def test_a_full_disk_for_what_is_no_checkpoint(tmp_path):
     line = train(tmp_path / "run", before=partial(lead_metrics_to_a_full_disk, tmp_path / "run")).line()
-    assert f"{tmp_path / 'run'}: No space left on device: make room and go on with --resume" in line
+    assert f"{tmp_path / 'run'}: No space left on device: free some space and continue with --resume" in line
     (tmp_path / "run" / "metrics.kept").rename(tmp_path / "run" / "metrics.jsonl")
     assert_goes_on_as_if_nothing_had_been(tmp_path / "run")
 
@@ -193,8 +193,8 @@ def test_what_the_advice_says_works(finished, tmp_path):
         (["--optimise.lr", "fast"], '--optimise.lr: must be a number, got "fast"'),
         (["--optimise.speed", "1"], "--optimise.speed: no such setting"),
         (["--teacher-state", "wise"], 'teacher.state: "wise" is not one of aligned, persistent, none'),
-        (["--lr", "1"], "'--lr': no such option; settings are given as --section.field value"),
-        (["--optimise.lr"], "--optimise.lr: a value must follow"),
+        (["--lr", "1"], "'--lr': no such option; give settings as --section.field value"),
+        (["--optimise.lr"], "--optimise.lr: needs a value"),
     ],
 )
 def test_what_a_user_got_wrong(arguments, complaint, tmp_path):

@@ -24,7 +24,7 @@ def test_an_older_run_is_resumed(tmp_path):
     toml.write_text((world() / "train.toml").read_text().replace("steps = 5", 'steps = 2\nadvantages = "gae"'))
     first = memopd("train", toml, "--output", run, "--run.save_every", "1")
     assert first.code == 0, first.err
-    assert "optimise.advantages is called optimise.algorithm now" in first.err
+    assert "optimise.advantages is now called optimise.algorithm" in first.err
     as_an_older_version_wrote_it(run / "config.json")
     written = (run / "config.json").read_bytes()
     before = read_metrics(run)

@@ -63,7 +63,7 @@ def test_killed_and_gone_on_with(whole, tmp_path):
     ended = memopd(*arguments(tmp_path / "e"))
     assert ended.code == 0, ended.err
     print(f"{found} episodes after each death")
-    assert f"has {found[-1]} episodes already, {EPISODES - found[-1]} to go" in ended.err or not found[-1]
+    assert f"has {found[-1]} episodes already; {EPISODES - found[-1]} are missing" in ended.err or not found[-1]
     expected, made = {e.id: ids_of(e) for e in read_episodes(output)}, list(read_episodes(tmp_path / "e"))
     assert sorted(e.id for e in made) == sorted(expected)  # none lost, none twice
     differing = sum(ids_of(e) != expected[e.id] for e in made)
@@ -79,7 +79,7 @@ def test_a_store_of_other_settings_is_not_gone_on_with(whole):
 
 def test_what_the_model_cannot_reach_is_said_in_the_words_of_the_command(tmp_path):
     line = memopd(*arguments(tmp_path / "e", "--max-context", 2000, "--max-tokens", 100)).line()
-    assert "--max-context 2000 and --max-tokens 100 make 2100 positions" in line
+    assert "--max-context 2000 and --max-tokens 100 need 2100 positions" in line
     assert "has 2048: lower one of them" in line
 
 

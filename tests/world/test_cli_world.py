@@ -78,7 +78,7 @@ def test_world_is_deterministic_and_refuses_to_overwrite(world, tmp_path):
         assert read_tasks(tmp_path / "again" / file) == read_tasks(world / file)
     a, b = (list(read_episodes(w / "oracle/train/mem1/q8.parquet")) for w in (world, tmp_path / "again"))
     assert [e.calls for e in a] == [e.calls for e in b]
-    assert "exists already" in memopd("world", world, status=2)
+    assert "already exists" in memopd("world", world, status=2)
 
 
 def test_rollout_goes_on_where_it_stopped(world, scripted, tmp_path):
@@ -141,7 +141,7 @@ def test_audit_shows_a_row_per_memory_rule(world, scripted, tmp_path):
         (["--reward", "memopd.tasks.grading:normalise"], "must be a function of (task, responses)"),
         (["--index", ""], "--index: name an index folder"),
         (["--policy", "oracle"], "needs --tokenizer"),
-        ([], "give --model"),
+        ([], "give either --model"),
         (["--model", "/nowhere/at/all"], "nowhere"),
     ],
 )

@@ -47,7 +47,7 @@ def test_the_size_is_exact(texts, size):
 def test_sizes_that_cannot_be_had():
     with pytest.raises(ValueError, match="more than 259 entries, got 259"):
         train_tokenizer(["a text"], 259)
-    with pytest.raises(ValueError, match=r"the texts make only 26\d entries, 1024 were asked for"):
+    with pytest.raises(ValueError, match=r"the texts give only 26\d entries, but the size must be 1024"):
         train_tokenizer(["a text"], 1024)
 
 

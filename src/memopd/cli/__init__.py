@@ -1,4 +1,4 @@
-"""The `memopd` command: one verb per stage. torch is imported inside the verbs that need it, never for --help."""
+"""The `memopd` command, with one subcommand per stage. Only a running subcommand imports torch; --help does not."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ app.add_typer(train.app)
 app.add_typer(report.app)
 
 
-def say_version(asked: bool) -> None:
-    if asked:
+def print_version(requested: bool) -> None:
+    if requested:
         from memopd import __version__
 
         print(f"memopd {__version__}")
@@ -39,10 +39,10 @@ def say_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say which, and end.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train agents that rewrite their own context, in the states they were really in."""
+    """Train LLM agents that rewrite their own context, scoring every call on exactly the tokens that it saw."""
 
 
 def main() -> None:

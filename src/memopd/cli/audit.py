@@ -1,4 +1,4 @@
-"""Recorded calls: bring them in, see how wrong flattening them is, draw them."""
+"""Commands for recorded calls: import them, measure the error of flattening them, draw them, check model families."""
 
 from __future__ import annotations
 
@@ -17,42 +17,50 @@ app = typer.Typer()
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="JSON lines, one call per line (docs/episodes.md), or any other file.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="JSON lines with one call per line (docs/episodes.md), or a file in the format that --format names."
+        ),
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The episode store to write.")],
-    format: Annotated[
-        str, typer.Option(help="calls, or module:function, which reads a file of your own format.")
-    ] = "calls",
+    format: Annotated[str, typer.Option(help="calls, or module:function for your own reader.")] = "calls",
 ) -> None:
     """Import recorded calls of any sampler or trainer into an episode store."""
     from memopd.record import import_episodes, read_episodes, write_episodes
 
-    there = {e.id for e in read_episodes(output)} if output.exists() else set()
+    present = {e.id for e in read_episodes(output)} if output.exists() else set()
 
-    def new() -> Iterator[Any]:  # raises before anything is written
+    def new_episodes() -> Iterator[Any]:  # raises before anything is written
         episode = None
         for episode in import_episodes(file, format):
-            if episode.id in there:
-                raise ValueError(f"{output}: has episode {episode.id!r} already; remove it, or choose another -o")
+            if episode.id in present:
+                raise ValueError(f"{output}: already has episode {episode.id!r}; remove it, or choose another -o")
             yield episode
         if episode is None:
-            raise ValueError(f"{file}: there is no call in it")
+            raise ValueError(f"{file}: contains no calls")
 
-    count = write_episodes(output, track("episodes", new()))
+    count = write_episodes(output, track("episodes", new_episodes()))
     print(f"{output}: {count} episode{'s' * (count > 1)}")
 
 
 @app.command()
 def audit(
-    episodes: Annotated[list[Path] | None, typer.Argument(help="Episode stores.")] = None,
+    episodes: Annotated[list[Path] | None, typer.Argument(help="Episode stores to audit.")] = None,
     model: Annotated[str | None, typer.Option(help="The model that sampled them: a folder or a hub name.")] = None,
-    teacher: Annotated[str | None, typer.Option(help="Also measure how a teacher's targets change.")] = None,
-    dtype: Annotated[Precision, typer.Option()] = Precision.float32,
+    teacher: Annotated[
+        str | None, typer.Option(help="A teacher model: also measure how flattening changes its targets.")
+    ] = None,
+    dtype: Annotated[Precision, typer.Option(help="The precision of the models.")] = Precision.float32,
     attention: Attention = "auto",
-    demo: Annotated[bool, typer.Option("--demo", help="Make episodes with a tiny random model.")] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write JSON there.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Audit episodes that a tiny random model samples now.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A JSON file to write the report to.")] = None,
     as_json: Json = False,
 ) -> None:
-    """How wrong is flattened training on these episodes, and is packing exact? Exit status 1 when it is not."""
+    """Measure how wrong flattened training is on these episodes, and check that packing is exact.
+
+    The exit status is 1 if packing is not exact.
+    """
     if demo == bool(episodes) or demo == (model is not None):
         raise ValueError("give EPISODES and --model, or --demo alone")
     from memopd.attention import check_attention
@@ -97,15 +105,15 @@ def audit(
 def draw(
     episodes: Annotated[Path, typer.Argument(help="An episode store.")],
     episode: Annotated[str, typer.Option(help="The id of the episode to draw.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="An image; its suffix names the format.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The image to write; its suffix names the format.")],
 ) -> None:
-    """The packed form of one episode as a picture."""
+    """Draw the packed form of one episode as a picture."""
     from memopd.compile import compile_calls
     from memopd.record import read_episodes
 
     found = next((e for e in read_episodes(episodes) if e.id == episode), None)
     if found is None:
-        raise ValueError(f"{episodes}: there is no episode {episode!r}")
+        raise ValueError(f"{episodes}: has no episode {episode!r}")
     from memopd.attention.draw import draw as draw_pack
 
     draw_pack(compile_calls(found.calls), output, f"episode {episode}")
@@ -114,10 +122,15 @@ def draw(
 
 @app.command()
 def models(
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write Markdown there.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A Markdown file to write the table to.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Which model families share rows, which run unshared, what is refused: checked now, with tiny random weights."""
+    """Check which model families can share rows, which run without sharing, and which are refused.
+
+    Every family is run now, with tiny random weights.
+    """
     from memopd.verify.models import check_families, markdown
 
     rows = list(track("families", check_families()))

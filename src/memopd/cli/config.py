@@ -1,4 +1,4 @@
-"""`memopd config`, and how every command takes a configuration: a TOML file, and any of its fields as an option."""
+"""`memopd config`, and the way every command takes a configuration: a TOML file, and any of its fields as an option."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 app = typer.Typer()
 
-CONFIG_HELP = "TOML; any field can be given as --section.field value."
+CONFIG_HELP = "A TOML file. You can override any field with --section.field VALUE."
 ANY_FIELD = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -18,9 +18,9 @@ ANY_FIELD = {"allow_extra_args": True, "ignore_unknown_options": True}
 def config(
     context: typer.Context,
     file: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a configuration.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configurations instead.")] = False,
 ) -> None:
-    """Check a configuration and print it with all defaults, as JSON; or print the schema, for editors."""
+    """Check a configuration and print it as JSON, with all defaults; or print the JSON schema, for editors."""
     from memopd.config import json_schema, load_config
 
     if schema == (file is not None):
@@ -32,17 +32,17 @@ def config(
 
 
 def overrides(arguments: list[str], short: dict[str, str | None] | None = None) -> dict[str, str]:
-    """`--optimise.lr 1e-5` or `--optimise.lr=1e-5`; `short` are fields that have an option of their own."""
+    """Read `--optimise.lr 1e-5` or `--optimise.lr=1e-5`; `short` holds the fields that have their own option."""
     found = {name: value for name, value in (short or {}).items() if value is not None}
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or "." not in name:
-            raise ValueError(f"{argument!r}: no such option; settings are given as --section.field value")
+            raise ValueError(f"{argument!r}: no such option; give settings as --section.field value")
         if not equals:
             try:
                 value = next(rest)
             except StopIteration:
-                raise ValueError(f"{argument}: a value must follow") from None
+                raise ValueError(f"{argument}: needs a value") from None
         found[name] = value
     return found

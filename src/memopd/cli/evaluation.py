@@ -1,4 +1,4 @@
-"""`memopd evaluate`: episodes of every file of tasks and every seed, measured and put into tables."""
+"""`memopd evaluate`: play every task file with every seed, measure the episodes, and make the tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPARED = ("em", "f1", "peak", "dependency")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    results: tuple[Result, ...]  # one per file of tasks
+    results: tuple[Result, ...]  # one per task file
     runs: tuple[tuple[tuple[Measures, ...], ...], ...]  # per file, per seed, per task
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def evaluate(
     system: str,
     setting: Setting,
 ) -> Evaluation:
-    """`sample` plays the tasks of one file with one seed."""
-    results, everything = [], []
+    """Evaluate every file with seeds 0, 1, ...; `sample` plays the tasks of one file with one seed."""
+    results, all_runs = [], []
     for file in files:
         tasks = read_tasks(file)[:limit]
         pairs = list(repeat(tasks))
         runs = [tuple(measure_outcomes(sample(pairs, seed), tasks)) for seed in range(seeds)]
         results.append(summarise(system, runs, setting))
-        everything.append(tuple(runs))
-    return Evaluation(tuple(results), tuple(everything))
+        all_runs.append(tuple(runs))
+    return Evaluation(tuple(results), tuple(all_runs))

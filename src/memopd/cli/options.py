@@ -1,4 +1,4 @@
-"""What the verbs share: options, consoles, progress, models from disk. No torch before a verb runs."""
+"""Shared by all commands: options, consoles, progress bars and model loading. torch is imported only when needed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-out = Console(width=None if sys.stdout.isatty() else 140)  # files and pipes get whole tables
+out = Console(width=None if sys.stdout.isatty() else 140)  # wide enough for tables in files and pipes
 err = Console(stderr=True)
 
-Attention = Annotated[str, typer.Option(help="auto, dense, flex, cascade, or module:Class for a kernel of your own.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Attention = Annotated[str, typer.Option(help="auto, dense, flex, cascade, or module:Class for your own kernel.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def run(app: typer.Typer) -> None:
-    """A command line: logs on stderr, and one line for a user's mistake."""
+    """Run a command line: logs go to stderr, and a user's mistake becomes one line instead of a traceback."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
     try:
         app()
-    except (ValueError, OSError) as error:  # what a user did; anything else is ours and keeps its traceback
+    except (ValueError, OSError) as error:  # a user's mistake; any other error is a bug and keeps its traceback
         if os.environ.get("MEMOPD_DEBUG"):
             raise
         err.print(f"memopd: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
@@ -41,14 +41,14 @@ class Precision(StrEnum):
 
 
 def track(description: str, items: Iterable[Any]) -> Iterable[Any]:
-    """A progress bar on a terminal, nothing elsewhere."""
+    """Show a progress bar on a terminal, and nothing elsewhere."""
     from rich.progress import track as bar
 
     return bar(items, description=f"{description:<24}", console=err, disable=not err.is_terminal, transient=True)
 
 
 def plain(value: Any) -> Any:
-    """Values that JSON has a word for: what was not measured is null, not NaN."""
+    """Replace values that JSON cannot represent: NaN and infinity become null."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -63,7 +63,7 @@ def device() -> str:
 
 
 def load_model(path: str, dtype: Precision) -> Any:
-    """A causal LM from a folder or the hub: safetensors only, no remote code."""
+    """Load a causal LM from a folder or the hub: safetensors only, no remote code."""
     import torch
 
     from memopd.models.load import load_causal_lm

@@ -1,4 +1,4 @@
-"""A vLLM server that samples from a policy."""
+"""`memopd serve policy`: a vLLM server that samples from a policy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ def policy(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="The model: a folder or a hub name.")],
     host: Annotated[
-        str, typer.Option(help="Whoever reaches it can replace the weights: keep it off open networks.")
+        str,
+        typer.Option(
+            help="The address to listen on. Anyone who can reach it can replace the weights: keep it off open networks."
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option()] = 8001,
-    dtype: Annotated[ServedPrecision, typer.Option()] = ServedPrecision.auto,
-    python: Annotated[Path | None, typer.Option(help="An interpreter that has vLLM, if not this one.")] = None,
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8001,
+    dtype: Annotated[ServedPrecision, typer.Option(help="The precision of the model.")] = ServedPrecision.auto,
+    python: Annotated[
+        Path | None, typer.Option(help="A Python interpreter that has vLLM, if this one does not.")
+    ] = None,
 ) -> None:
-    """Serve a model with vLLM for sampling and training. What follows -- goes to vLLM as it is."""
+    """Serve a model with vLLM for sampling and training. Arguments after -- are passed to vLLM unchanged."""
     from memopd.engine.vllm.start import become, command, find_vllm
     from memopd.models.load import check_model_folder
 
@@ -38,5 +43,5 @@ def policy(
 
 
 def register(serve: typer.Typer) -> None:
-    """As `policy` among the verbs of `serve`."""
+    """Add `policy` to the subcommands of `serve`."""
     serve.command("policy", context_settings={"allow_extra_args": True})(policy)

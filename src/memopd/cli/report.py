@@ -1,4 +1,4 @@
-"""`memopd report`: run directories as one page to look at."""
+"""`memopd report`: one HTML page about one or more runs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ app = typer.Typer()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories of memopd train or sft.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The page; RUN/report.html unless there are several.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="The page to write; by default RUN/report.html. Required for several runs."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """One self-contained HTML page: curves, tables, time, and episodes to walk through, token by token."""
+    """Write one self-contained HTML page with curves, tables, timings, and episodes shown token by token."""
     if output is None and len(runs) > 1:
-        raise ValueError("several runs on one page: say where to write it, with -o page.html")
+        raise ValueError("several runs share one page: name it with -o page.html")
     from memopd.report import write_report
 
     made = write_report(runs, output or runs[0] / "report.html", track)
     if as_json:
         print(json.dumps(made))
     else:
-        held = f"{made['runs']} run{'s' * (made['runs'] > 1)}, {made['episodes']} episodes to walk through"
+        held = f"{made['runs']} run{'s' * (made['runs'] > 1)}, {made['episodes']} episodes to step through"
         print(f"{made['page']}: {held}, {made['bytes'] / 1e6:.1f} MB")

@@ -1,4 +1,4 @@
-"""Passages: index them, look at an index, serve it."""
+"""`memopd index` and `memopd serve retrieval`: build, describe and serve an index of passages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 
 from memopd.cli.options import Json, out, track
 
-index = typer.Typer(help="Build an index of a corpus, look at one.", no_args_is_help=True)
-serve = typer.Typer(help="Offer something over HTTP.", no_args_is_help=True)
+index = typer.Typer(help="Build an index of a corpus, or describe one.", no_args_is_help=True)
+serve = typer.Typer(help="Serve an index or a policy over HTTP.", no_args_is_help=True)
 
 
 class Kind(StrEnum):
@@ -25,15 +25,13 @@ Model = Annotated[str | None, typer.Option(help="The embedding model of a dense 
 
 @index.command()
 def build(
-    corpus: Annotated[Path, typer.Argument(help="JSON lines of id and contents, .jsonl or .jsonl.gz.")],
+    corpus: Annotated[Path, typer.Argument(help="JSON lines with id and contents: .jsonl or .jsonl.gz.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The index folder to write.")],
     kind: Annotated[Kind, typer.Option(help="BM25 (lexical), or embeddings (dense).")] = Kind.lexical,
     model: Model = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used; count them.")
-    ] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip malformed rows and count them.")] = False,
 ) -> None:
-    """A corpus in wiki-18's format into an index on disk."""
+    """Build an index on disk from a corpus in the format of wiki-18."""
     from memopd.retrieval import build_index
 
     if kind is Kind.dense:
@@ -48,7 +46,7 @@ def info(
     folder: Annotated[Path, typer.Argument(metavar="INDEX", help="An index folder.")],
     as_json: Json = False,
 ) -> None:
-    """What an index holds, and what it was built from and with."""
+    """Print what an index contains and how it was built."""
     from memopd.retrieval import read_info
 
     known = read_info(folder).as_dict()
@@ -66,15 +64,17 @@ def info(
 @serve.command()
 def retrieval(
     folder: Annotated[Path, typer.Argument(metavar="INDEX", help="An index folder.")],
-    host: Annotated[str, typer.Option(help="Who may ask: this machine alone, unless you say otherwise.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
-    topk: Annotated[int, typer.Option(help="Passages for a request that does not say how many.")] = 3,
-    max_topk: Annotated[int, typer.Option(help="The most a request may ask for.")] = 100,
-    max_queries: Annotated[int, typer.Option(help="The most queries in a request.")] = 512,
-    max_length: Annotated[int, typer.Option(help="The most characters in a query.")] = 4096,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; by default only this machine can connect.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
+    topk: Annotated[int, typer.Option(help="Passages per query if a request does not say how many.")] = 3,
+    max_topk: Annotated[int, typer.Option(help="The most passages per query that a request may ask for.")] = 100,
+    max_queries: Annotated[int, typer.Option(help="The most queries per request.")] = 512,
+    max_length: Annotated[int, typer.Option(help="The most characters per query.")] = 4096,
     model: Model = None,
 ) -> None:
-    """An index as a service that speaks Search-R1's protocol: POST /retrieve, GET /health."""
+    """Serve an index with Search-R1's protocol: POST /retrieve, GET /health."""
     import socket
 
     import uvicorn
@@ -87,7 +87,9 @@ def retrieval(
         _quiet()
     app = create_app(open_index(folder, model), Limits(max_queries, max_length, max_topk), topk)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listening:  # here, so that a taken port is one line
+    with socket.create_server(
+        (host, port), family=family
+    ) as listening:  # opened here, so that a port in use is a one-line error
         where = f"[{host}]" if ":" in host else host
         url = f"http://{where}:{listening.getsockname()[1]}/retrieve"
         print(f"{url}: {known.passages:,} passages, {known.kind}", flush=True)
@@ -95,7 +97,7 @@ def retrieval(
 
 
 def _quiet() -> None:
-    """No bars of other libraries over our own."""
+    """Turn off the progress bars of other libraries, which would overwrite ours."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Episodes: sample and record them, and measure what they are worth."""
+"""`memopd rollout` and `memopd evaluate`: sample and record episodes, and measure them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from memopd.cli.options import Json, Precision, device, err, load_model, out, pl
 app = typer.Typer()
 log = logging.getLogger("memopd")
 
-PART, PART_SECONDS = 256, 60.0  # episodes appear in the store so many at once, or all that a minute finished
+# Finished episodes are written to the store after this many episodes or seconds, whichever comes first.
+PART, PART_SECONDS = 256, 60.0
 
 
 class Policy(StrEnum):
@@ -34,41 +35,49 @@ class Grading(StrEnum):
     mem1 = "mem1"
 
 
-Tasks = Annotated[Path, typer.Argument(metavar="TASKS", help="Parquet or JSON lines of tasks.")]
+Tasks = Annotated[Path, typer.Argument(metavar="TASKS", help="A file of tasks: Parquet or JSON lines.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """The options of every verb that plays: who, in what, and how much of it."""
+    """The options that `rollout` and `evaluate` share."""
 
     model: Annotated[str | None, typer.Option(help="The policy: a folder or a hub name.")] = None
-    servers: Annotated[str | None, typer.Option(help="vLLM servers with that model, comma-separated.")] = None
+    servers: Annotated[
+        str | None, typer.Option(help="URLs of vLLM servers that sample from the model, comma-separated.")
+    ] = None
     policy: Annotated[Policy | None, typer.Option(help="A scripted policy instead of a model.")] = None
-    tokenizer: Annotated[str | None, typer.Option(help="The tokenizer, for a scripted policy.")] = None
-    train: Annotated[Path | None, typer.Option(help="Training tasks in which --policy guess looks answers up.")] = None
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer folder; required with --policy.")] = None
+    train: Annotated[Path | None, typer.Option(help="Training tasks from which --policy guess takes its answers.")] = (
+        None
+    )
     index: Annotated[str, typer.Option(help="An index folder, or the URL of a retrieval service.")] = ""
-    environment: Annotated[str, typer.Option(help="search, or module:Class.")] = "search"
-    memory: Annotated[str, typer.Option(help="mem1, full_response, suffix:64, ..., or module:Class.")] = "mem1"
-    reward: Annotated[str, typer.Option(help="em, f1, or module:function.")] = "em"
-    topk: Annotated[int, typer.Option(help="Documents that a search finds.", min=1)] = 3
-    limit: Annotated[int | None, typer.Option(help="Only the first so many tasks.", min=1)] = None
-    temperature: Annotated[float, typer.Option()] = 1.0
-    max_tokens: Annotated[int, typer.Option(help="Of a response.")] = 1000
-    max_context: Annotated[int, typer.Option(help="Of a prompt: an episode that needs more ends.")] = 4096
-    batch: Annotated[int, typer.Option(help="Episodes at once.")] = 64
-    dtype: Annotated[Precision, typer.Option()] = Precision.float32
+    environment: Annotated[str, typer.Option(help="The environment: search, or module:Class.")] = "search"
+    memory: Annotated[
+        str, typer.Option(help="The memory rule: mem1, full_response, suffix:64, ..., or module:Class.")
+    ] = "mem1"
+    reward: Annotated[str, typer.Option(help="The reward: em, f1, or module:function.")] = "em"
+    topk: Annotated[int, typer.Option(help="Documents per search.", min=1)] = 3
+    limit: Annotated[int | None, typer.Option(help="Play only this many tasks, the first ones.", min=1)] = None
+    temperature: Annotated[float, typer.Option(help="The sampling temperature.")] = 1.0
+    max_tokens: Annotated[int, typer.Option(help="The most tokens per response.")] = 1000
+    max_context: Annotated[int, typer.Option(help="The most tokens per prompt; an episode that needs more ends.")] = (
+        4096
+    )
+    batch: Annotated[int, typer.Option(help="Episodes that run at once.")] = 64
+    dtype: Annotated[Precision, typer.Option(help="The precision of the model.")] = Precision.float32
 
 
-def plays(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb the options of `Play`, in place of its parameter `play`."""
-    own = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.name != "play"]
+def takes_play_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `Play` in place of its parameter `play`."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "play"]
     kinds, keyword = get_type_hints(Play, include_extras=True), inspect.Parameter.KEYWORD_ONLY
     shared = [inspect.Parameter(f.name, keyword, default=f.default, annotation=kinds[f.name]) for f in fields(Play)]
 
-    @wraps(verb)
+    @wraps(command)
     def with_options(**given: Any) -> None:
         play = Play(**{f.name: given.pop(f.name) for f in fields(Play)})
-        verb(play=play, **given)
+        command(play=play, **given)
 
     parameters = [*(p.replace(kind=keyword) for p in own), *shared]
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -77,15 +86,18 @@ def plays(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 @app.command()
-@plays
+@takes_play_options
 def rollout(
     tasks: Tasks,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The episode store; goes on where it stopped.")],
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="The episode store (a folder). If it exists, missing episodes are added."),
+    ],
     play: Play,
     samples: Annotated[int, typer.Option(help="Episodes per task.", min=1)] = 1,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the sampling.")] = 0,
 ) -> None:
-    """Sample episodes and record every call: the ids it read, the ids it sampled, their log-probabilities."""
+    """Sample episodes and record every call: the tokens it read, the tokens it sampled, and their log-probabilities."""
     from memopd.agent import repeat
     from memopd.record import read_episodes, write_episodes
     from memopd.tasks.files import read_tasks
@@ -95,33 +107,49 @@ def rollout(
     check(play)
     pairs = list(repeat(read_tasks(tasks)[: play.limit], samples))
     if output.suffix == ".parquet":
-        raise ValueError(f"{output}: give a folder: episodes are added to it as they finish")
-    there = any(output.glob("*.parquet")) if output.is_dir() else False
-    done = {e.id for e in read_episodes(output) if like(e, output, seed, play.memory, sampling)} if there else set()
+        raise ValueError(f"{output}: must be a folder: episodes are added to it as they finish")
+    done = set()
+    if output.is_dir() and any(output.glob("*.parquet")):
+        for episode in read_episodes(output):
+            check_same_settings(episode, output, seed, play.memory, sampling)
+            done.add(episode.id)
     pairs = [pair for pair in pairs if pair[0] not in done]
     if done:
-        log.info(f"{output}: has {len(done)} episodes already, {len(pairs)} to go")
+        log.info(f"{output}: has {len(done)} episodes already; {len(pairs)} are missing")
     agent = agents(play, sampling)(pairs, seed)
     episodes = (episode for episode, _ in played(agent, pairs, seed))
-    written = sum(write_episodes(output, part) for part in parts(progress(episodes, len(pairs))))
+    written = sum(write_episodes(output, part) for part in in_parts(progress(episodes, len(pairs))))
     print(f"{output}: {written + len(done)} episodes")
 
 
 @app.command()
-@plays
+@takes_play_options
 def evaluate(
-    tasks: Annotated[list[Path], typer.Argument(metavar="TASKS...", help="Files of tasks, e.g. Q2, Q8 and Q16.")],
+    tasks: Annotated[
+        list[Path], typer.Argument(metavar="TASKS...", help="Files of tasks, for example Q2, Q8 and Q16.")
+    ],
     play: Play,
-    top_p: Annotated[float, typer.Option(help="Of the likeliest tokens, those that reach this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Only so many of the likeliest tokens; 0: all.")] = 0,
-    seeds: Annotated[int, typer.Option(help="Runs with seeds 0, 1, ...", min=1)] = 1,
-    grading: Annotated[Grading, typer.Option()] = Grading.squad,
-    name: Annotated[str, typer.Option(help="What the table calls the system.")] = "",
-    against: Annotated[Path | None, typer.Option(help="JSON of another system on the same tasks.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write JSON there, per task too.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Sample only from the likeliest tokens that together have this probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample only from this many of the likeliest tokens; 0 means all.")] = 0,
+    seeds: Annotated[int, typer.Option(help="The number of runs; their seeds are 0, 1, ...", min=1)] = 1,
+    grading: Annotated[
+        Grading, typer.Option(help="How answers are normalised before they are compared.")
+    ] = Grading.squad,
+    name: Annotated[
+        str, typer.Option(help="The name of the system in the tables; by default the model or policy.")
+    ] = "",
+    against: Annotated[
+        Path | None, typer.Option(help="JSON of another system on the same tasks, to compare with.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="A JSON file to write the results to, with those of every task."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """EM, F1, peak, dependency and time: the columns of the paper's Tables 1 and 2."""
+    """Measure EM, F1, peak, dependency and time, the columns of the paper's Tables 1 and 2."""
     from memopd.cli.evaluation import evaluate as run
     from memopd.evaluate import Setting
     from memopd.types import Sampling
@@ -148,54 +176,53 @@ def evaluate(
             out.print(table)
 
 
-def like(episode: Any, store: Path, seed: int, memory: str, sampling: Any) -> bool:
-    """Whether a store that is to be gone on with was begun with these settings; an error that says which differs."""
-    for name, was, now in (
+def check_same_settings(episode: Any, store: Path, seed: int, memory: str, sampling: Any) -> None:
+    """Raise an error if a recorded episode was sampled with other settings, for one store must not mix them."""
+    for name, before, now in (
         ("--seed", episode.seed, seed),
         ("--memory", episode.memory, memory),
         ("--temperature", episode.sampling.temperature, sampling.temperature),
         ("--max-tokens", episode.sampling.max_tokens, sampling.max_tokens),
     ):
-        if was != now:
-            raise ValueError(f"{store}: has episodes sampled with {name} {was}, not {now}: choose another store")
-    return True
+        if before != now:
+            raise ValueError(f"{store}: has episodes sampled with {name} {before}, not {now}: choose another store")
 
 
-def parts(episodes: Iterator[Any]) -> Iterator[list[Any]]:
-    """What is finished goes to the store now and then: whoever kills a rollout loses a minute of it."""
-    part, begun = [], time.monotonic()
+def in_parts(episodes: Iterator[Any]) -> Iterator[list[Any]]:
+    """Split the stream so that finished episodes reach the store often: a killed rollout loses at most a minute."""
+    part, start = [], time.monotonic()
     for episode in episodes:
         part.append(episode)
-        if len(part) == PART or time.monotonic() - begun > PART_SECONDS:
+        if len(part) == PART or time.monotonic() - start > PART_SECONDS:
             yield part
-            part, begun = [], time.monotonic()
+            part, start = [], time.monotonic()
     if part:
         yield part
 
 
 def progress(items: Iterator[Any], total: int, episode_of: Callable[[Any], Any] = lambda item: item) -> Iterator[Any]:
-    """A bar with episodes/s and sampled tokens/s on a terminal; silence elsewhere."""
+    """Show a bar with episodes/s and sampled tokens/s on a terminal, and nothing elsewhere."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Progress("episodes", *columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        begin, tokens = time.monotonic(), 0
+        start, tokens = time.monotonic(), 0
         task = bar.add_task("", total=total, rate="")
         for n, item in enumerate(items, 1):
             tokens += sum(len(c.completion) for c in episode_of(item).calls)
-            spent = max(time.monotonic() - begin, 1e-9)
+            spent = max(time.monotonic() - start, 1e-9)
             bar.update(task, advance=1, rate=f"{n / spent:.1f}/s, {tokens / spent:,.0f} tokens/s")
             yield item
 
 
 def check(play: Play) -> None:
-    """Mistakes in the options, before anything is loaded."""
+    """Report mistakes in the options before anything is loaded."""
     from memopd.agent.parts import check_parts
 
     if (play.model is None) == (play.policy is None):
-        raise ValueError("give --model, or --policy for a scripted one")
+        raise ValueError("give either --model, or --policy for a scripted policy")
     if play.policy and not play.tokenizer:
-        raise ValueError("--policy needs --tokenizer: a folder that has one")
+        raise ValueError("--policy needs --tokenizer: a folder with a tokenizer")
     check_parts(tasks_config(play), flag="--")
 
 
@@ -209,7 +236,10 @@ def tasks_config(play: Play, grading: Grading = Grading.squad) -> Any:
 
 
 def agents(play: Play, sampling: Any, grading: Grading = Grading.squad) -> Callable[[list[tuple[str, Any]], int], Any]:
-    """The agent for some tasks and a seed. The model is loaded once; engines and scripted policies are made anew."""
+    """Return a function that makes the agent for some tasks and a seed.
+
+    The model is loaded once; every agent has its own engine or scripted policy.
+    """
     from memopd.agent import Agent
     from memopd.agent.parts import build_parts
     from memopd.models.load import load_tokenizer
@@ -247,17 +277,17 @@ def sampled(play: Play, tokenizer: Any) -> Callable[[list[tuple[str, Any]], int]
     from memopd.engine.local import LocalEngine
 
     model, length = load_model(play.model, play.dtype), play.max_context + play.max_tokens
-    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if reach and length > reach:
+    available = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if available and length > available:
         raise ValueError(
-            f"--max-context {play.max_context} and --max-tokens {play.max_tokens} make {length} positions, "
-            f"{play.model} has {reach}: lower one of them"
+            f"--max-context {play.max_context} and --max-tokens {play.max_tokens} need {length} positions, "
+            f"but {play.model} has {available}: lower one of them"
         )
     return lambda pairs, seed: LocalEngine(model, tokenizer, slots=play.batch, max_length=length)
 
 
 def played(agent: Any, pairs: list[tuple[str, Any]], seed: int) -> Iterator[Any]:
-    """Episodes with their outcomes; then the engine is closed."""
+    """Yield episodes with their outcomes, then close the engine."""
     try:
         yield from agent.graded(pairs, seed)
     finally:

@@ -1,4 +1,4 @@
-"""Question sets: group them into tasks of k, and look at what a file of tasks holds."""
+"""`memopd tasks`: group questions into tasks of k, and print what a file of tasks contains."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import typer
 
 from memopd.cli.options import out
 
-app = typer.Typer(help="Questions to tasks of k.", no_args_is_help=True)
+app = typer.Typer(help="Build files of tasks from questions, or show one.", no_args_is_help=True)
 
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed rows out, and say how many.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip malformed rows, and report how many.")]
 
 
 @app.command()
 def build(
     questions: Annotated[list[str], typer.Argument(help="FlashRAG .jsonl(.gz), Parquet, or hub:org/dataset:split.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The Parquet to write.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="How many questions a task asks at once.")] = 2,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The Parquet file to write.")],
+    k: Annotated[int, typer.Option("-k", min=1, help="Questions per task.")] = 2,
     source: Annotated[
-        list[str] | None, typer.Option(help="What a data set is called: once for each file, in order.")
+        list[str] | None, typer.Option(help="The name of a data set; give it once for each file, in order.")
     ] = None,
     skip_bad: SkipBad = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many tasks of each data set.")] = None,
-    kind: Annotated[str | None, typer.Option(help="Only questions of this kind, as `show` names them.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many tasks of each data set.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Use only questions of this kind, as `show` names them.")] = None,
 ) -> None:
-    """Group consecutive questions of each data set by k, with MEM1's prompt, in Search-R1's and verl's schema."""
+    """Group the questions of each data set into tasks of k, with MEM1's prompt, in the schema of Search-R1 and verl."""
     if source and len(source) != len(questions):
         raise ValueError(
             f"--source was given {len(source)} times for {len(questions)} files; give one for each, or none"
@@ -39,7 +39,7 @@ def build(
     tasks: list[Task] = []
     left_over = 0
     for i, path in enumerate(questions):
-        data_sets: dict[str, list[Question]] = {}  # one file may hold several; a task never mixes them
+        data_sets: dict[str, list[Question]] = {}  # a file may contain several; a task never mixes them
         for read in read_tasks(path, skip_bad):
             data_sets.setdefault(source[i] if source else read.source, []).extend(
                 q for q in read.questions if kind in (None, q.kind)
@@ -49,7 +49,7 @@ def build(
             left_over += len(asked) % k
     if not tasks:
         of_kind = f" of kind {kind!r}" if kind else ""
-        raise ValueError(f"{', '.join(questions)}: not one task: no data set has {k} questions{of_kind}")
+        raise ValueError(f"{', '.join(questions)}: no task could be made: no data set has {k} questions{of_kind}")
     write_tasks(output, tasks, user_message)
     counts = ", ".join(f"{count} of {name}" for name, count in Counter(task.source for task in tasks).items())
     print(f"{output}: {len(tasks)} tasks of {k} questions ({counts}); {left_over} questions left over")
@@ -57,11 +57,11 @@ def build(
 
 @app.command()
 def show(
-    tasks: Annotated[str, typer.Argument(help="Tasks as `build` writes them, or anything it reads.")],
+    tasks: Annotated[str, typer.Argument(help="A file that `build` wrote, or anything that it reads.")],
     rows: Annotated[int, typer.Option(min=0, help="How many tasks to print.")] = 3,
     skip_bad: SkipBad = False,
 ) -> None:
-    """How many tasks of which data set, k and kind; and the first few."""
+    """Count the tasks by data set, k and kind, and print the first few."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`memopd sft` and `memopd train`: a TOML file, and any of its fields on the command line."""
+"""`memopd sft` and `memopd train`: they take a TOML file, and any of its fields on the command line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memopd.cli.config import ANY_FIELD, CONFIG_HELP, overrides
 app = typer.Typer()
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)]
-Output = Annotated[Path, typer.Option(help="The run directory, a new one unless --resume.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of --output.")]
+Output = Annotated[Path, typer.Option(help="The run directory to write; it must be new unless you pass --resume.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --output.")]
 
 
 @app.command(context_settings=ANY_FIELD)
@@ -26,17 +26,17 @@ def sft(
     config: Config,
     output: Output,
     resume: Resume = False,
-    keep: Annotated[str | None, typer.Option(help="Which interactions to imitate: correct,valid.")] = None,
+    keep: Annotated[str | None, typer.Option(help="Which interactions to imitate, for example correct,valid.")] = None,
 ) -> None:
-    """Supervised training on recorded interactions, every response in its exact state."""
+    """Train on recorded interactions by supervised learning, with every response in its exact state."""
     from memopd.config import load_config
 
     settings = load_config(config, overrides(context.args, {"sft.keep": keep}))
-    with one_line_for_what_ran_out(output):
+    with explain_exhaustion(output):
         from memopd.train.sft import sft as run
 
         run(settings, output, resume)
-    say_where(output)
+    print_model_path(output)
 
 
 @app.command(context_settings=ANY_FIELD)
@@ -46,45 +46,48 @@ def train(
     output: Output,
     resume: Resume = False,
     teacher_state: Annotated[
-        str | None, typer.Option(help="aligned (MemOPD), persistent (the control), none (PPO).")
+        str | None, typer.Option(help="aligned (MemOPD), persistent (the paper's control), or none (no teacher).")
     ] = None,
-    replay: Annotated[str | None, typer.Option(help="Train on recorded episodes instead of sampling.")] = None,
+    replay: Annotated[
+        str | None, typer.Option(help="A store of recorded episodes to train on instead of sampling.")
+    ] = None,
 ) -> None:
-    """PPO with on-policy distillation in exact states."""
+    """Train with reinforcement learning and on-policy distillation in exact states."""
     from memopd.config import load_config
 
     short = {"teacher.state": teacher_state, "sampling.replay": replay}
     settings = load_config(config, overrides(context.args, short))
-    with one_line_for_what_ran_out(output):
+    with explain_exhaustion(output):
         from memopd.train.train import train as run
 
         run(settings, output, resume)
-    say_where(output)
+    print_model_path(output)
 
 
-def say_where(output: Path) -> None:
+def print_model_path(output: Path) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         print(output / "model")
 
 
 @contextmanager
-def one_line_for_what_ran_out(output: Path) -> Iterator[None]:
-    """Memory and disk are something a user can act on: one line, not a traceback."""
+def explain_exhaustion(output: Path) -> Iterator[None]:
+    """Replace errors about full memory or a full disk, which a user can fix, by one line that says how."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch's own kinds are RuntimeErrors, on a CPU no special one
-        said = str(error).splitlines()[0] if str(error) else "out of memory"
-        if not isinstance(error, MemoryError) and not any(sign in said for sign in NO_MEMORY):
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError, on a CPU without a subclass
+        message = str(error).splitlines()[0] if str(error) else "out of memory"
+        if not isinstance(error, MemoryError) and not any(sign in message for sign in NO_MEMORY):
             raise
         raise ValueError(
-            f"{said}: lower optimise.budget, set model.checkpointing = true, or use more ranks; the last checkpoint "
+            f"{message}: lower optimise.budget, set model.checkpointing = true, or use more ranks; the last checkpoint "
             "is intact"
         ) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ValueError(
-            f"{output}: {os.strerror(error.errno)}: make room and go on with --resume; the last checkpoint is intact"
+            f"{output}: {os.strerror(error.errno)}: free some space and continue with --resume; the last checkpoint "
+            "is intact"
         ) from error
 
 

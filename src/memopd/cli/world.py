@@ -1,4 +1,4 @@
-"""`memopd world`: the embedded world."""
+"""`memopd world`: write the embedded world to disk."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ app = typer.Typer()
 
 @app.command()
 def world(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
-    passages: Annotated[int, typer.Option(help="200 to 200,000.")] = 20_000,
-    seed: Annotated[int, typer.Option()] = 0,
-    distractors: Annotated[float | None, typer.Option(help="Share of passages with confusable names.")] = None,
-    hops: Annotated[str | None, typer.Option(help="Shares of one-hop, bridge and comparison questions: 4,4,2.")] = None,
-    wordings: Annotated[int | None, typer.Option(help="How many ways to say a thing are used.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
+    passages: Annotated[int, typer.Option(help="The number of passages, from 200 to 200,000.")] = 20_000,
+    seed: Annotated[int, typer.Option(help="The seed of everything that is drawn.")] = 0,
+    distractors: Annotated[
+        float | None, typer.Option(help="The share of passages with confusable names, from 0 to 0.5.")
+    ] = None,
+    hops: Annotated[
+        str | None, typer.Option(help="The shares of one-hop, bridge and comparison questions, for example 4,4,2.")
+    ] = None,
+    wordings: Annotated[
+        int | None, typer.Option(help="The number of wordings that are used for each relation.")
+    ] = None,
     episodes: Annotated[
-        int, typer.Option(min=0, help="Oracle episodes of each horizon and memory rule, at most.")
+        int, typer.Option(min=0, help="The most oracle episodes for each horizon and memory rule.")
     ] = 4000,
 ) -> None:
-    """An invented encyclopedia with its index, tokenizer and tasks, and an oracle's episodes to imitate."""
+    """Write an invented encyclopedia with its index, tokenizer and tasks, and an oracle's episodes to imitate."""
     from memopd.world.demonstrations import write_world
     from memopd.world.encyclopedia import Difficulty
 

@@ -1,4 +1,4 @@
-"""What answers are worth and what they cost, how sure that is, and the paper's tables of it."""
+"""Evaluation: scores and costs of episodes, their statistics, and the paper's tables."""
 
 from memopd.evaluate.metrics import Measures, measure, measure_all, measure_outcome, measure_outcomes
 from memopd.evaluate.statistics import Comparison, Estimate, over_seeds, over_tasks, paired_bootstrap

@@ -1,6 +1,6 @@
-"""What one interaction is worth and what it cost: EM, F1, peak, dependency, time.
+"""The score and the cost of one interaction: EM, F1, peak, dependency, time.
 
-Costs come from the recorded token ids, so they are in the tokens of the model that was called, whatever it was.
+Costs are counted on the recorded token ids, so their unit is a token of the model that was called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Decode: TypeAlias = Callable[[Ids], str]
 
 
 class Scored(Protocol):
-    """What a graded answer is worth: `Grade`, or an environment's `Outcome`."""
+    """The score of an answer: a `Grade`, or an environment's `Outcome`."""
 
     @property
     def em(self) -> float: ...
@@ -31,28 +31,28 @@ class Scored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """One episode of one task."""
+    """The measures of one episode of one task."""
 
     task: str
     k: int
     em: float  # Σ over the k questions
     f1: float  # Σ over the k questions
-    valid: bool  # there was an answer, with one part for each question
-    calls: int  # actions
-    peak: int  # tokens of an action
-    peak_without_q: int | None  # as MEM1 reports it; None where the calls do not say which part is q
+    valid: bool  # there is an answer with one part for each question
+    calls: int  # the agent's actions
+    peak: int  # the most tokens of any action, prompt included
+    peak_without_q: int | None  # as MEM1 reports it; None if the calls do not record which part is q
     dependency: int
-    seconds: float | None  # wall, of the trajectory; None where not recorded
+    seconds: float | None  # wall time of the trajectory; None if not recorded
 
 
 def measure(episode: Episode, task: Task, decode: Decode, grading: Grading = "squad") -> Measures:
-    """Only the last action is decoded: an answer ends the interaction."""
+    """Measure an episode. Only the last action is decoded, since an answer ends the interaction."""
     graded = grade(task.questions, decode(episode.actions[-1].completion), grading)
     return measure_outcome(episode, task, graded)
 
 
 def measure_outcome(episode: Episode, task: Task, outcome: Scored) -> Measures:
-    """The same, of an episode that its environment has graded already."""
+    """Measure an episode that its environment has already graded."""
     if episode.task_id != task.id:
         raise ValueError(f"episode {episode.id!r} is of task {episode.task_id!r}, not of {task.id!r}")
     return Measures(
@@ -64,7 +64,7 @@ def measure_outcome(episode: Episode, task: Task, outcome: Scored) -> Measures:
         calls=len(episode.actions),
         peak=peak(episode.actions),
         peak_without_q=peak_without_q(episode.actions),
-        dependency=dependency(episode.calls),  # the memory's own calls cost as much as any
+        dependency=dependency(episode.calls),  # the memory rule's own calls cost as much as any other
         seconds=seconds(episode),
     )
 
@@ -72,31 +72,33 @@ def measure_outcome(episode: Episode, task: Task, outcome: Scored) -> Measures:
 def measure_all(
     episodes: Iterable[Episode], tasks: Iterable[Task], decode: Decode, grading: Grading = "squad"
 ) -> list[Measures]:
-    """Every episode with its task. A task that nobody attempted is an error: leaving it out would flatter."""
+    """Measure every episode. A task without an episode is an error, since ignoring it would bias the mean."""
     by_id = {task.id: task for task in tasks}
     return _complete([measure(e, _task_of(e, by_id), decode, grading) for e in episodes], by_id)
 
 
 def measure_outcomes(played: Iterable[tuple[Episode, Scored]], tasks: Iterable[Task]) -> list[Measures]:
-    """The same, of episodes that their environment has graded already: `Agent.graded`."""
+    """Do the same for episodes that their environment has already graded, as `Agent.graded` yields them."""
     by_id = {task.id: task for task in tasks}
     return _complete([measure_outcome(e, _task_of(e, by_id), outcome) for e, outcome in played], by_id)
 
 
 def _task_of(episode: Episode, by_id: Mapping[str, Task]) -> Task:
     if episode.task_id not in by_id:
-        raise ValueError(f"episode {episode.id!r}: there is no task {episode.task_id!r}; give the tasks it was of")
+        raise ValueError(
+            f"episode {episode.id!r}: there is no task {episode.task_id!r}; give the tasks that were played"
+        )
     return by_id[episode.task_id]
 
 
 def _complete(measures: list[Measures], by_id: Mapping[str, Task]) -> list[Measures]:
     if missing := by_id.keys() - {m.task for m in measures}:
-        raise ValueError(f"{len(missing)} of {len(by_id)} tasks have no episode, {min(missing)!r} for one")
+        raise ValueError(f"{len(missing)} of {len(by_id)} tasks have no episode, for example {min(missing)!r}")
     return measures
 
 
 def peak(calls: Sequence[Call]) -> int:
-    """The most tokens in the context of any one call: max_t |z_t| + |a_t|."""
+    """The most tokens in the context of any call: max_t |z_t| + |a_t|."""
     return max(len(call.prompt) + len(call.completion) for call in calls)
 
 
@@ -110,7 +112,7 @@ def peak_without_q(calls: Sequence[Call]) -> int | None:
 
 
 def dependency(calls: Sequence[Call]) -> int:
-    """Σ over generated segments s of |s| · (|prefix of s| + ⌊|s| / 2⌋), a segment being what one call sampled."""
+    """Σ over generated segments s of |s| · (|prefix of s| + ⌊|s| / 2⌋), where s is the completion of one call."""
     lengths = ((len(call.completion), len(call.prompt)) for call in calls)
     return sum(s * (prefix + s // 2) for s, prefix in lengths)
 

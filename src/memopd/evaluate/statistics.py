@@ -1,4 +1,4 @@
-"""How sure a number is, and whether two systems differ. Pure functions of numbers."""
+"""Means with their spreads, and tests of the difference between two systems. Pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_CHUNK = 1 << 22  # draws held at once
+_CHUNK = 1 << 22  # draws in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """mean ± spread over n values; of one value the spread is not known."""
+    """mean ± spread over n values; the spread of one value is unknown."""
 
     mean: float
     spread: float | None
@@ -22,7 +22,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Mean of a minus mean of b, on the same tasks."""
+    """The mean of a minus the mean of b, on the same tasks."""
 
     difference: float
     low: float  # 95 % interval
@@ -58,15 +58,15 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 def paired_bootstrap(
     a: Mapping[str, float], b: Mapping[str, float], resamples: int = 10_000, seed: int = 0
 ) -> Comparison:
-    """Tasks drawn with replacement, both systems on the same draw: an easy task is easy for both.
+    """Draw tasks with replacement, the same draw for both systems, since an easy task is easy for both.
 
-    The interval is of percentiles. p is twice the smaller share of resamples on either side of 0, the data itself
-    counted as one of them: never 0, and 1 where the systems agree on every task.
+    The interval is one of percentiles. p is twice the smaller share of resamples on either side of 0, where the data
+    itself counts as one resample. So p is never 0, and it is 1 if the systems agree on every task.
     """
     if a.keys() != b.keys():
         only = a.keys() ^ b.keys()
         raise ValueError(
-            f"the two systems were run on different tasks: {min(only)!r} is one of {len(only)} of one alone"
+            f"the two systems were run on different tasks: {len(only)} were run by one only, for example {min(only)!r}"
         )
     if not a:
         raise ValueError("there are no tasks to compare on")

@@ -1,4 +1,4 @@
-"""The measures of many episodes as one line of the paper's tables."""
+"""Summarises the measures of many episodes as one line of the paper's tables."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ METRICS: tuple[Metric, ...] = ("em", "f1", "valid", "calls", "peak", "peak_witho
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the numbers depend on besides the system."""
+    """The conditions, besides the system, that the numbers depend on."""
 
     grading: Grading
-    engine: str  # seconds are of it
-    batch_size: int  # and of how many trajectories ran at once
+    engine: str  # seconds depend on it
+    batch_size: int  # seconds also depend on how many trajectories ran at once
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One system on tasks of one k."""
+    """The result of one system on tasks of one k."""
 
     system: str
     k: int
     setting: Setting
     tasks: int
-    seeds: int  # more than one: spreads are standard deviations over seeds, else standard errors over tasks
-    metrics: dict[Metric, Estimate | None]  # None: not recorded
+    seeds: int  # if more than one, spreads are standard deviations over seeds, else standard errors over tasks
+    metrics: dict[Metric, Estimate | None]  # None if not recorded
 
     def as_dict(self) -> dict[str, Any]:
         spread = "standard deviation over seeds" if self.seeds > 1 else "standard error over tasks"
@@ -41,10 +41,10 @@ class Result:
 
 
 def summarise(system: str, runs: Sequence[Sequence[Measures]], setting: Setting) -> Result:
-    """One run: mean ± standard error over its tasks. One run a seed: mean ± standard deviation of their means."""
+    """Average one run (± standard error over its tasks), or one run per seed (± standard deviation of their means)."""
     horizons = {m.k for run in runs for m in run}
     if len(horizons) != 1:
-        raise ValueError(f"{system}: one line is of tasks of one k, got k = {sorted(horizons)}")
+        raise ValueError(f"{system}: a line needs tasks of one k, got k = {sorted(horizons)}")
     tasks = {m.task for m in runs[0]}
     for run in runs[1:]:
         if other := tasks ^ {m.task for m in run}:
@@ -54,7 +54,7 @@ def summarise(system: str, runs: Sequence[Sequence[Measures]], setting: Setting)
 
 
 def compare(a: Sequence[Measures], b: Sequence[Measures], metric: Metric = "em", seed: int = 0) -> Comparison:
-    """Paired bootstrap of a - b over the tasks both were run on, which must be the same."""
+    """Paired bootstrap of a - b over tasks. Both must have been run on the same tasks."""
     values = [by_task(run, metric) for run in (a, b)]
     if values[0] is None or values[1] is None:
         raise ValueError(f"{metric} was not recorded for every episode")
@@ -62,7 +62,7 @@ def compare(a: Sequence[Measures], b: Sequence[Measures], metric: Metric = "em",
 
 
 def by_task(measures: Sequence[Measures], metric: Metric) -> dict[str, float] | None:
-    """The metric of every task, averaged over its episodes: they are no independent tasks. None: not recorded."""
+    """The metric of every task, averaged over its episodes, which are not independent. None if not recorded."""
     values: dict[str, list[float]] = defaultdict(list)
     for m in measures:
         value = getattr(m, metric)

@@ -1,4 +1,4 @@
-"""The columns of the paper's Tables 1 and 2, for a person; `Result.as_dict` is for programs."""
+"""Tables for a terminal, with the columns of the paper's Tables 1 and 2. Programs use `Result.as_dict`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _TABLE_2 = (_EM, _F1, _PEAK, _DEPENDENCY, _TIME)
 
 
 def table_1(results: Sequence[Result]) -> Table:
-    """Systems down, for every k: EM, F1, peak, time."""
+    """One row per system; for every k: EM, F1, peak, time."""
     return _table(results, _TABLE_1, "k questions at once")
 
 
 def table_2(results: Sequence[Result]) -> Table:
-    """Systems down, for every k: EM, F1, peak, dependency, time. The paper's has k = 1 (Wiki-RAG)."""
+    """One row per system; for every k: EM, F1, peak, dependency, time. The paper's table has k = 1 (Wiki-RAG)."""
     return _table(results, _TABLE_2, "Answers and what they cost")
 
 
@@ -47,7 +47,7 @@ def _table(results: Sequence[Result], columns: Sequence[_Column], title: str) ->
         raise ValueError(f"a table compares results of one grading, got {gradings}")
     found = {(r.system, r.k): r for r in results}
     if len(found) < len(results):
-        raise ValueError("a system has two results for one k; name the systems apart")
+        raise ValueError("a system has two results for one k; give the systems different names")
     horizons = sorted({r.k for r in results})
     table = Table(title=title, title_justify="left", caption=_caption(results), caption_justify="left")
     table.add_column("system")
@@ -77,7 +77,7 @@ def shown(estimate: Estimate | None, unit: float = 1, digits: int = 3) -> str:
 
 
 def _caption(results: Sequence[Result]) -> str:
-    """Everything a reader needs before comparing these numbers with others."""
+    """The conditions that a reader must know to compare these numbers with others."""
     lines = [
         f"EM and F1 are sums over the questions, grading {results[0].setting.grading}. "
         "Peak counts prompt and completion in the model's own tokens."

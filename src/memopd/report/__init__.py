@@ -1,4 +1,4 @@
-"""A run directory to one HTML page: curves, tables with intervals, and episodes to walk through."""
+"""Reports: run directories as one HTML page with curves, tables with intervals, and episodes to step through."""
 
 from memopd.report.page import write_report
 

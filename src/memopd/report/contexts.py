@@ -1,7 +1,7 @@
-"""What each call of an episode read, what it had lost, and what a flattened history would have said in its place.
+"""For each call of an episode: what it read, what had been dropped, and what a flattened history would contain instead.
 
-The flattened history q, x_0, a_0, o_0, a_1, ... holds every id that the agent ever read or wrote, so nearly every piece
-of every context is a span of it. Only what a memory rule encoded anew (a summary) has ids of its own.
+The flattened history q, x_0, a_0, o_0, a_1, ... contains every id that the agent ever read or wrote, so nearly every
+piece of every context is a span of it. Only text that a memory rule encoded itself (a summary) has ids of its own.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from memopd.compile.controls import persistent_history, stable_prefix
 from memopd.types import Call, Episode, Ids
 
 Span: TypeAlias = tuple[str, int | None, int, int]  # kind, source, start, stop
-ABSENT = -2  # no position, and not one less than any
+ABSENT = -2  # no position, and not the predecessor of one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A stretch of a context: 80 ids of call 1's response that this call has at 312, the flattened history at 430 is
+    """A part of a context. 80 ids of call 1's response, at 312 in this call and at 430 in the flattened history, are
 
     Piece("memory", 1, ids, flat=430, at=312)
     """
 
-    kind: str  # prefix, memory, observation; response: as a call wrote it; context: nobody said what it is
+    kind: str  # prefix, memory, observation, response (a call's completion), or context (unknown)
     source: int | None  # the call that it came from
     ids: Ids
-    flat: int | None  # where the flattened history has it; None: nowhere
-    at: int | None  # where this call's prompt has it; None: it has not
+    flat: int | None  # its position in the flattened history, if it occurs there
+    at: int | None  # its position in this call's prompt, if it occurs there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """The flattened interaction, the last response included."""
+    """The flattened interaction, including the last response."""
 
     ids: Ids
-    begin: tuple[int, ...]  # of each call's response: everything before it is what the call would have read
+    begin: tuple[int, ...]  # of each call's response; the call would have read everything before it
     pieces: tuple[Piece, ...]  # the first prompt, then responses and observations in turn
 
 
@@ -49,17 +49,17 @@ class Context:
     """One call."""
 
     read: tuple[Piece, ...]  # z_t
-    dropped: tuple[Piece, ...]  # what the call before it read or wrote, and it did not
-    flattened: tuple[Piece, ...]  # what a flattened history puts in the place of z_t
-    same: int  # ids of z_t that are there at the same position
-    moved: int  # at another position
+    dropped: tuple[Piece, ...]  # read or written by the call before, but not read by this one
+    flattened: tuple[Piece, ...]  # what a flattened history has in the place of z_t
+    same: int  # ids of z_t that have the same position there
+    moved: int  # ids of z_t that have another position there
 
 
 def flatten(episode: Episode) -> History:
-    """Every call counts here, trained on or not."""
+    """Flatten an episode, with all its calls, whether they are trained on or not."""
     calls = [replace(c, trainable=True, stop=None) for c in episode.calls]
     packed = persistent_history(replace(episode, calls=tuple(calls)))
-    ids = np.append(packed.tokens, calls[-1].completion[-1])  # which the packed form has no row for
+    ids = np.append(packed.tokens, calls[-1].completion[-1])  # the packed form has no row for the last token
     begin = [int(packed.decisions.row[np.searchsorted(packed.decisions.call, t)]) + 1 for t in range(len(calls))]
     q = stable_prefix(episode)
     spans: list[Span] = [("prefix", None, 0, q), ("context", None, q, begin[0])]
@@ -84,7 +84,7 @@ def _read(episode: Episode, t: int, history: History) -> Iterator[Piece]:
 
 
 def _spans(episode: Episode, t: int, history: History) -> list[Span]:
-    """Of a prompt. Where segments were not recorded: by what the flattened history took to be new."""
+    """The spans of a prompt. Without recorded segments, they follow from what the flattened history counts as new."""
     call = episode.calls[t]
     if t == 0 or any(s.kind != "prefix" for s in call.segments):
         return _gapless(call)
@@ -109,7 +109,7 @@ def _gapless(call: Call) -> list[Span]:
 
 
 def _locate(ids: Ids, start: int, source: int | None, t: int, history: History) -> int | None:
-    """Where the history before call t has these ids: in the turn that they came from if it can be, else latest."""
+    """The position of these ids in the history before call t: in the turn that they came from, or else the last one."""
     if start == 0 and np.array_equal(history.ids[: len(ids)], ids):
         return 0
     if source is not None and source < t:
@@ -122,7 +122,7 @@ def _locate(ids: Ids, start: int, source: int | None, t: int, history: History) 
 def _find(ids: Ids, within: Ids, last: bool = False) -> int | None:
     size, text, wanted = ids.itemsize, np.ascontiguousarray(within).tobytes(), np.ascontiguousarray(ids).tobytes()
     at = text.rfind(wanted) if last else text.find(wanted)
-    while at >= 0 and at % size:  # between two ids
+    while at >= 0 and at % size:  # a match of bytes that begins inside an id
         at = text.rfind(wanted, 0, at + len(wanted) - 1) if last else text.find(wanted, at + 1)
     return at // size if at >= 0 else None
 
@@ -133,12 +133,12 @@ def _context(episode: Episode, t: int, history: History, read: list[tuple[Piece,
         if piece.flat is not None and piece.at is not None:
             position[piece.flat : piece.flat + len(piece.ids)] = piece.at + np.arange(len(piece.ids))
     before = position[: history.begin[t]]
-    there = [p for p in history.pieces if p.flat is not None and p.flat < len(before)]
-    flattened = [part for piece in there for part in _cut(piece, position)]
+    earlier = [p for p in history.pieces if p.flat is not None and p.flat < len(before)]
+    flattened = [part for piece in earlier for part in _cut(piece, position)]
     dropped = []
     if t > 0:
-        said = Piece("response", t - 1, episode.calls[t - 1].completion, history.begin[t - 1], None)
-        for piece in (*read[t - 1], said):
+        written = Piece("response", t - 1, episode.calls[t - 1].completion, history.begin[t - 1], None)
+        for piece in (*read[t - 1], written):
             if piece.flat is not None:
                 dropped += [p for p in _cut(piece, position) if p.at is None]
             elif not any(np.array_equal(piece.ids, kept.ids) for kept in read[t]):
@@ -148,7 +148,7 @@ def _context(episode: Episode, t: int, history: History, read: list[tuple[Piece,
 
 
 def _cut(piece: Piece, position: NDArray[np.int64]) -> Iterator[Piece]:
-    """Stretches that lie together in the prompt, or are together not in it."""
+    """Split a piece into parts that are contiguous in the prompt, or that are not in it."""
     assert piece.flat is not None
     at = position[piece.flat : piece.flat + len(piece.ids)]
     apart = np.diff(at) != (at[1:] >= 0)  # a run counts up by one, or stays ABSENT

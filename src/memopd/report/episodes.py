@@ -1,4 +1,4 @@
-"""Episodes to walk through: their calls, and what the update used for every sampled token."""
+"""The episodes of the page: their calls, and the numbers that the update used for every sampled token."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from memopd.tasks.files import read_tasks
 from memopd.train.traces import EPISODES, Trace, read_traces
 from memopd.types import Call, Episode
 
-STEPS = 12  # of a run, its first and its last among them
+STEPS = 12  # shown per run, including its first and its last
 
 
 def episodes_of(run: Run, budget: int) -> list[dict[str, Any]]:
-    """Of a few steps all over the run, as many as `budget` bytes of JSON hold, and one in any case."""
+    """Episodes of a few steps all over the run: as many as fit in `budget` bytes of JSON, and at least one."""
     files = sorted((run.path / "episodes").glob("step-*.parquet"))
     files = [files[i] for i in np.unique(np.linspace(0, len(files) - 1, min(STEPS, len(files))).astype(int))]
     read = {_step(file): _traced(run, file) for file in files}
     kept: list[dict[str, Any]] = []
-    for n in range(EPISODES):  # every step's first before any step's second; the end of the run before all
+    for n in range(EPISODES):  # the first episode of every step before any second one, and the last step first
         for step in sorted(read, key=lambda s: (s != max(read), s)):
             if n < len(read[step]):
                 made = _described(run, step, *read[step][n])
@@ -45,7 +45,7 @@ def _step(file: Path) -> int:
 
 
 def _traced(run: Run, file: Path) -> list[tuple[Episode, dict[int, Trace]]]:
-    """The episodes that the update left traces of; of runs without traces the first few."""
+    """The episodes that have traces of the update; for runs without traces, the first few."""
     kept = run.path / "traces" / file.name
     if not kept.is_file():
         return [(episode, {}) for episode in islice(read_episodes(file), EPISODES)]
@@ -81,6 +81,7 @@ def _call(call: Call, begin: int, context: Context, trace: Trace | None) -> dict
         "stop": str(call.stop) if call.stop else None,
         "reward": call.reward,
         "trainable": call.trainable,
+        "purpose": call.purpose,
         "read": [_piece(p) for p in context.read],
         "dropped": [_piece(p) for p in context.dropped],
         "flattened": [_piece(p) for p in context.flattened],
@@ -96,19 +97,19 @@ def _call(call: Call, begin: int, context: Context, trace: Trace | None) -> dict
 
 
 def _piece(piece: Piece) -> dict[str, Any]:
-    """A span of `flat`, or ids of its own."""
+    """Describe a piece as a span of `flat`, or by its ids."""
     made: dict[str, Any] = {"kind": piece.kind, "source": piece.source, "flat": piece.flat, "at": piece.at}
     return made | ({"n": len(piece.ids)} if piece.flat is not None else {"ids": piece.ids.tolist()})
 
 
 def _short(values: Iterable[float] | None) -> list[float | None] | None:
-    """Four digits are enough to look at."""
+    """Round to four digits, which are enough to look at."""
     return None if values is None else [float(f"{v:.4g}") if math.isfinite(v) else None for v in values]
 
 
 @lru_cache(maxsize=4)
 def _tasks(path: str) -> dict[str, Task]:
-    """Questions and their answers, where the file of the training tasks still lies there."""
+    """Questions and their answers, if the file of the training tasks still exists."""
     try:
         return {task.id: task for task in read_tasks(path)} if path and Path(path).exists() else {}
     except (ValueError, OSError):
@@ -116,7 +117,7 @@ def _tasks(path: str) -> dict[str, Task]:
 
 
 def vocabulary(run: Run, episodes: Sequence[dict[str, Any]]) -> dict[int, str] | None:
-    """The text of every id that the episodes use; None where no tokenizer is at hand. Never from a network."""
+    """The text of every id that the episodes use, or None without a local tokenizer. Nothing is downloaded."""
     used = {i for e in episodes for i in e["flat"]}
     used |= {i for e in episodes for c in e["calls"] for p in (*c["read"], *c["dropped"]) for i in p.get("ids", ())}
     for place in (run.path / "model", run.config.get("model", {}).get("student", "")):
@@ -132,7 +133,7 @@ def vocabulary(run: Run, episodes: Sequence[dict[str, Any]]) -> dict[int, str] |
 
 
 def texts(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
-    """Each id as it reads in the middle of a text: alone, some tokenizers drop its leading space."""
+    """The text of each id in the middle of a text; some tokenizers drop the leading space of an id alone."""
 
     def decode(some: list[int]) -> str:
         return str(tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -141,6 +142,6 @@ def texts(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
     before = decode(anchor) if anchor else ""
     found = {}
     for i in ids:
-        behind = decode([*anchor, i])
-        found[i] = behind[len(before) :] if behind.startswith(before) else decode([i])
+        after = decode([*anchor, i])
+        found[i] = after[len(before) :] if after.startswith(before) else decode([i])
     return found

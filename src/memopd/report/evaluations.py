@@ -1,4 +1,4 @@
-"""What `memopd evaluate` found, with intervals, and whether it differs from the first line of its table."""
+"""The results of `memopd evaluate` with intervals, and their differences from the first line of each table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPARED: tuple[Metric, ...] = ("em", "f1", "peak")
 
 
 def tables(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One table for every number of questions; one line for every evaluation of it, in the order of the runs."""
+    """One table for every number of questions, with one line per evaluation, in the order of the runs."""
     lines: dict[int, list[dict[str, Any]]] = {}
     first: dict[int, list[Measures]] = {}
     for run in runs:
@@ -47,12 +47,14 @@ def _interval(measures: list[Measures], metric: Metric) -> list[float] | None:
     values = by_task(measures, metric)
     if values is None:
         return None
-    drawn = paired_bootstrap(values, dict.fromkeys(values, 0.0))  # against nothing: of the mean itself
+    drawn = paired_bootstrap(
+        values, dict.fromkeys(values, 0.0)
+    )  # compared with 0, this is the interval of the mean itself
     return [drawn.difference, drawn.low, drawn.high]
 
 
 def _against(mine: list[Measures], first: list[Measures]) -> dict[str, Any] | None:
-    """Paired, where both were run on the same tasks."""
+    """Compare in pairs, if both were run on the same tasks."""
     if {m.task for m in mine} != {m.task for m in first}:
         return None
     found: dict[str, Any] = {}

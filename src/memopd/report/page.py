@@ -1,8 +1,8 @@
-"""One self-contained page: data as JSON that no text can break out of, and a script that only ever sets text.
+"""One self-contained page: the data as a JSON block, and a script that shows it as text.
 
-What a model wrote is in the page as data. Two walls keep it from becoming anything else: `<` never stands in the JSON
-block, so that no tag can end it, and the script puts data on the page as text nodes. A third is the page's policy:
-nothing runs but the one script whose digest it names, nothing is loaded from anywhere.
+The page contains text that a model wrote, and three measures keep it from being interpreted as markup or code. The JSON
+block never contains `<`, so that no tag can end it. The script puts data on the page only as text nodes. And the page's
+security policy runs no script but the one whose digest it names, and loads nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopd.report.episodes import episodes_of, vocabulary
 from memopd.report.evaluations import tables
 from memopd.report.runs import Run, arms_of, read_runs
 
-EPISODES_BYTES = 2_000_000  # of JSON, all runs together: a page of about 3 MB at most
+EPISODES_BYTES = 2_000_000  # of JSON for all runs together, for a page of at most about 3 MB
 STYLES = ("style", "viewer")
 SCRIPTS = ("dom", "charts", "sections", "contexts", "viewer", "main")
 
@@ -34,7 +34,7 @@ def write_report(
     output: Path,
     progress: Callable[[str, Iterable[Run]], Iterable[Run]] = lambda _, items: items,
 ) -> dict[str, Any]:
-    """Write the page, and say what it holds."""
+    """Write the page, and return a description of it."""
     runs = read_runs(paths)
     data = page_data(runs, progress)
     text = page(data)
@@ -75,7 +75,7 @@ def _run_data(run: Run, budget: int) -> dict[str, Any]:
 def page(data: dict[str, Any]) -> str:
     style = "".join(part(f"{name}.css") for name in STYLES)
     body = "\n".join(part(f"{name}.js") for name in SCRIPTS)
-    script = f'"use strict";\n{{\n{body}\n}}\n'  # a block: nothing of it is global
+    script = f'"use strict";\n{{\n{body}\n}}\n'  # in a block, so that nothing is global
     return Template(part("page.html")).substitute(
         title=html.escape(data["title"]),
         policy=f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; base-uri 'none'; "
@@ -91,12 +91,12 @@ def part(name: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that can stand in a <script> block, whatever text is in it: there is no `<` to end the block with."""
+    """JSON for a <script> block. It contains no `<`, so no text in it can end the block."""
     return json.dumps(_plain(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _plain(value: Any) -> Any:
-    """Five digits, and null for what is no number."""
+    """Round numbers to five digits; NaN and infinity become null."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

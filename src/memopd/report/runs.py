@@ -1,4 +1,4 @@
-"""Run directories as they lie on the disk, and which of them are seeds of one arm."""
+"""Reads run directories, and groups the seeds of one arm."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memopd.train.log import read_metrics
 @dataclass(frozen=True, slots=True)
 class Run:
     path: Path
-    name: str  # the shortest that tells it from the others
-    config: dict[str, dict[str, Any]]  # as resolved
-    metrics: list[dict[str, Any]]  # a line a step
+    name: str  # the shortest that distinguishes it from the others
+    config: dict[str, dict[str, Any]]  # with all defaults
+    metrics: list[dict[str, Any]]  # one line per step
     equivalence: dict[int, dict[str, Any]]  # by step
-    evaluations: dict[str, dict[str, Any]]  # what `memopd evaluate -o RUN/evaluation/NAME.json` wrote, by NAME
+    evaluations: dict[str, dict[str, Any]]  # by NAME: the output of `memopd evaluate -o RUN/evaluation/NAME.json`
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _read_run(path: Path, name: str) -> Run:
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path}: no run directory (no config.json in it): give an --output of memopd train or sft")
-    # Before training comes before after it; otherwise by name.
+        raise ValueError(
+            f"{path}: not a run directory (it has no config.json): give an --output of memopd train or sft"
+        )
+    # Evaluations from before the training come first; otherwise the order is by name.
     files = sorted(path.glob("evaluation/*.json"), key=lambda f: (not f.stem.startswith("before"), f.stem))
     evaluations = {f.stem: _json(f) for f in files}
     for stem, evaluation in evaluations.items():
@@ -52,7 +54,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def _checks(path: Path) -> dict[int, dict[str, Any]]:
-    """By step. Where half precision could not decide, what float32 said: `step-000000-float32` comes after its step."""
+    """The checks by step. If half precision could not decide, the later file `step-000000-float32` wins."""
     files = sorted(path.glob("equivalence/step-*.json"), key=lambda f: f.stem)
     return {int(f.stem.split("-")[1]): _json(f) for f in files}
 
@@ -63,12 +65,12 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file}: not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file}: must hold an object, holds {type(found).__name__}")
+        raise ValueError(f"{file}: must contain an object, but contains {type(found).__name__}")
     return found
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Of one run the folder's name; of several the paths below what they have in common."""
+    """For one run, the folder's name; for several, their paths below the common folder."""
     whole = [p.resolve() for p in paths]
     if len(whole) == 1:
         return [whole[0].name]
@@ -85,7 +87,7 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
 
 
 def _label(names: list[str]) -> str:
-    """The name that an arm's runs have in common, without the seed.
+    """The common name of an arm's runs, without the seed.
 
     >>> _label(["memopd/seed-0", "memopd/seed-1"]), _label(["ppo-s0", "ppo-s1"]), _label(["ppo"])
     ('memopd', 'ppo', 'ppo')

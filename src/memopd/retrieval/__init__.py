@@ -1,4 +1,4 @@
-"""Where answers are found: a corpus, an index of it, and the same over HTTP."""
+"""Retrieval: a corpus, an index of it, and a service and client for an index."""
 
 from memopd.retrieval.build import build_index
 from memopd.retrieval.corpus import Passage, read_corpus, write_corpus

@@ -1,4 +1,4 @@
-"""Requests that arrive while a search runs are searched together by the next: no request waits for company."""
+"""Batches the requests that arrive while a search runs, so that no request waits for a batch to fill."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class _Waiting:
 
 
 class Batcher:
-    """Used from one event loop; the index works in a thread beside it."""
+    """Must be used from one event loop; the index searches in another thread."""
 
     def __init__(self, index: Index, most: int) -> None:
         self._index = index
         self._most = most  # queries searched at once, unless a single request has more
         self._waiting: list[_Waiting] = []
-        self._worker: asyncio.Task[None] | None = None  # kept: the loop itself holds tasks only weakly
+        self._worker: asyncio.Task[None] | None = None  # kept, because the event loop has only weak references to tasks
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
@@ -37,7 +37,7 @@ class Batcher:
             batch = self._next()
             queries = [query for one in batch for query in one.queries]
             try:
-                # Answers are ordered, so the k best are the first k of any longer answer.
+                # Answers are ordered, so the k best passages are the first k of any longer answer.
                 found = iter(await asyncio.to_thread(self._index.search, queries, max(one.k for one in batch)))
             except Exception as error:
                 for one in batch:
@@ -47,7 +47,7 @@ class Batcher:
                 _settle(one.answer, [next(found)[: one.k] for _ in one.queries])
 
     def _next(self) -> list[_Waiting]:
-        """The longest waiting, together not above the limit."""
+        """Remove the requests that have waited longest, as many as the limit allows."""
         batch: list[_Waiting] = []
         room = self._most
         while self._waiting and (not batch or len(self._waiting[0].queries) <= room):
@@ -57,7 +57,7 @@ class Batcher:
 
 
 def _settle(answer: asyncio.Future[list[list[Hit]]], outcome: list[list[Hit]] | Exception) -> None:
-    if answer.done():  # its client hung up
+    if answer.done():  # the client has disconnected
         return
     if isinstance(outcome, Exception):
         answer.set_exception(outcome)

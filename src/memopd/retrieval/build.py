@@ -1,4 +1,4 @@
-"""A corpus to an index on disk, which appears under its name only when it is complete."""
+"""Builds an index from a corpus. The index folder appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uuid import uuid4
 from memopd.retrieval.corpus import read_corpus
 from memopd.retrieval.index import IndexInfo, write_info
 
-Track = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps what is walked through, to show progress
+Track = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps an iterable to show progress
 
 
 def build_index(
@@ -26,7 +26,7 @@ def build_index(
     skip_bad: bool = False,
     track: Track = lambda _, items: items,
 ) -> IndexInfo:
-    """`model`: the embedding model of a dense index, a folder or a hub name."""
+    """Build an index in the new folder `output`. A dense one needs an embedding `model`: a folder or a hub name."""
     if kind not in ("lexical", "dense"):
         raise ValueError(f"kind must be lexical or dense, got {kind!r}")
     if (kind == "dense") != (model is not None):
@@ -43,7 +43,7 @@ def build_index(
 
             count, settings, versions = write_lexical(folder, track("passages", passages))
         if count == 0:
-            raise ValueError(f"{corpus}: there is no passage in it")
+            raise ValueError(f"{corpus}: contains no passages")
         with open(corpus, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         versions = {"memopd": version("memopd"), **versions}
@@ -54,7 +54,7 @@ def build_index(
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`; it takes the real name when the block ends well."""
+    """Yield a temporary folder beside `path`, and rename it to `path` if the block succeeds."""
     if path.exists():
         raise ValueError(f"{path}: already exists; remove it first or choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""An index that lives elsewhere: any service that speaks Search-R1's protocol, ours or another."""
+"""A client for any retrieval service that uses Search-R1's protocol."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import httpx
 from memopd.retrieval.corpus import Passage
 from memopd.retrieval.index import Hit, check_k, readable
 
-_AT_ONCE = 256  # queries a request
-_WAITS = (0.5, 2.0)  # seconds before each further attempt
-_TIMEOUT = httpx.Timeout(120.0, connect=5.0)  # an embedding model on a CPU takes its time over 256 queries
+_AT_ONCE = 256  # queries per request
+_WAITS = (0.5, 2.0)  # seconds to wait before each further attempt
+_TIMEOUT = httpx.Timeout(120.0, connect=5.0)  # an embedding model on a CPU is slow on 256 queries
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
 
 
 class RemoteIndex:
-    """`url` with or without /retrieve at its end. Safe to search from several threads."""
+    """An index behind a URL, with or without /retrieve at its end. Several threads may search at once."""
 
     def __init__(self, url: str, timeout: httpx.Timeout = _TIMEOUT) -> None:
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
@@ -33,7 +33,7 @@ class RemoteIndex:
         return [hits for a, b in pairwise(bounds) for hits in self._search([readable(q) for q in queries[a:b]], k)]
 
     def _search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        response = self._ask({"queries": queries, "topk": k, "return_scores": True})
+        response = self._send({"queries": queries, "topk": k, "return_scores": True})
         if response.is_error:
             raise ValueError(f"{self.url}: status {response.status_code}: {response.text[:300]}")
         try:
@@ -45,11 +45,11 @@ class RemoteIndex:
             raise ValueError(f"{self.url}: {len(found)} answers to {len(queries)} queries")
         return found
 
-    def _ask(self, question: dict[str, Any]) -> httpx.Response:
-        """What passes is tried again: a service that is starting, overloaded, or dropped the connection."""
+    def _send(self, request: dict[str, Any]) -> httpx.Response:
+        """Send a request, and repeat it after temporary errors: the service is starting, overloaded or disconnected."""
         for wait in (*_WAITS, None):
             try:
-                response = self._client.post(self.url, json=question)
+                response = self._client.post(self.url, json=request)
                 if wait is None or response.status_code not in (429, 500, 502, 503, 504):
                     return response
             except httpx.InvalidURL as why:
@@ -65,5 +65,5 @@ class RemoteIndex:
 
 def _hit(item: dict[str, Any]) -> Hit:
     document = item["document"]
-    # Search-R1's BM25 service leaves the id out.
+    # Search-R1's BM25 service sends no id.
     return Hit(Passage.of(str(document.get("id", "")), document["contents"]), float(item["score"]))

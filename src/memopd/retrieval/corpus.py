@@ -1,8 +1,9 @@
-"""A corpus as the field writes it (wiki-18): JSON lines of `id` and `contents`, plain or gzipped.
+"""A corpus in the format of wiki-18: JSON lines with `id` and `contents`, plain or gzipped.
 
     {"id": "17", "contents": "\\"Velmora Works\\"\\nVelmora Works is a maker of clocks in Tarn."}
 
-`contents` is the title line, in double quotes, and the text. Rows are read one at a time: a corpus need not fit memory.
+`contents` is the title line, in double quotes, and the text. Rows are read one at a time, so a corpus need not fit in
+memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Passage:
 
     @classmethod
     def of(cls, id: str, contents: str) -> Self:
-        """From wiki-18's one string. A title without its quotes is taken too, as other corpora write it."""
+        """Split the `contents` of wiki-18. The quotes around the title may be missing, as in other corpora."""
         title, newline, text = contents.partition("\n")
         if not newline:
             raise ValueError("contents: must be a title line, a newline and the text")
@@ -47,7 +48,7 @@ class Passage:
 
 @dataclass(slots=True)
 class Corpus:
-    """The passages of a file, in its order. After a pass, `skipped` counts the rows that were left out."""
+    """The passages of a file, in its order. After a pass, `skipped` is the number of skipped rows."""
 
     path: Path
     skip_bad: bool = False
@@ -60,10 +61,10 @@ class Corpus:
             try:
                 passage = _passage(line)
                 if passage.id in seen:
-                    raise ValueError(f"id: {passage.id!r} stands in an earlier row too")
+                    raise ValueError(f"id: {passage.id!r} is also the id of an earlier row")
             except ValueError as why:
                 if not self.skip_bad:
-                    hint = "mend the row, or leave such rows out with --skip-bad"
+                    hint = "correct the row, or skip such rows with --skip-bad"
                     raise ValueError(f"{self.path}: line {number}: {why}; {hint}") from None
                 self.skipped += 1
                 continue
@@ -71,18 +72,18 @@ class Corpus:
             yield passage
 
     def __length_hint__(self) -> int:
-        """About how many rows, from how far into the file the first thousand reach: progress bars ask."""
+        """Estimate the number of rows for progress bars, from the size of the first thousand."""
         with self.path.open("rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if self.path.suffix == ".gz" else raw
             try:
                 rows = sum(1 for _ in islice(file, 1000))
             except (EOFError, OSError, zlib.error):
-                return 0  # the pass over it will say what is wrong
+                return 0  # the pass over the file will report the error
             return rows * self.path.stat().st_size // max(raw.tell(), 1)
 
 
 def read_corpus(path: Path | str, skip_bad: bool = False) -> Corpus:
-    """A row that cannot be used is an error that names file and line; with `skip_bad` it is left out and counted."""
+    """Read a corpus. A malformed row raises an error that names file and line; `skip_bad` skips and counts them."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a corpus is a .jsonl or .jsonl.gz file")
@@ -90,7 +91,7 @@ def read_corpus(path: Path | str, skip_bad: bool = False) -> Corpus:
 
 
 def write_corpus(path: Path, passages: Iterable[Passage]) -> int:
-    """How many were written."""
+    """Write a corpus, and return the number of passages."""
     count = 0
     with whole(path) as partial, partial.open("w", encoding="utf-8") as file:
         for passage in passages:
@@ -105,7 +106,7 @@ def _passage(line: bytes) -> Passage:
         if name not in row:
             raise ValueError(f"{name}: missing")
     id, contents = row["id"], row["contents"]
-    if type(id) is int:  # to isinstance, true would be an integer
+    if type(id) is int:  # not isinstance, for which true is an integer
         id = str(id)
     if not isinstance(id, str) or not id:
         raise ValueError(f"id: must be a string, not empty, got {row['id']!r}")

@@ -1,11 +1,11 @@
-"""Retrieval by embedding: a sentence-transformers model and faiss, as E5 wants it.
+"""Retrieval by embedding, with a sentence-transformers model and faiss, set up as E5 requires.
 
-`query: ` and `passage: ` stand before the text, 256 tokens are read, pooling is the model's own (the mean, for E5 and
-for any folder that does not say), vectors have length 1. The index is flat: inner products with every passage, exact.
+Texts are prefixed by `query: ` or `passage: ` and cut to 256 tokens. Pooling is the model's own (the mean for E5 and
+for folders that do not define one), and vectors have length 1. The index is flat: all inner products are exact.
 
-    vectors.faiss    row i: the vector of passage i
-    passages.jsonl   line i: passage i
-    offsets.npy      where line i begins, so that a passage is read without the rest
+    vectors.faiss    row i is the vector of passage i
+    passages.jsonl   line i is passage i
+    offsets.npy      the offset of line i, so that a passage can be read without the rest
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Vectors: TypeAlias = NDArray[np.float32]
 _QUERY, _PASSAGE = "query: ", "passage: "
 _TOKENS = 256
 _BATCH = 64
-_CHUNK = 64 * _BATCH  # encoded at once: batches of like length waste less padding
-_TIE = 1e-6  # scores this close are one: padding beside longer texts moves a unit vector by about 1e-7
+_CHUNK = 64 * _BATCH  # passages encoded at once, so that batches of similar length waste less padding
+_TIE = 1e-6  # closer scores count as equal: padding changes a unit vector by about 1e-7
 
 
 def write_dense(folder: Path, passages: Iterable[Passage], model: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """The number of passages, the settings, the versions."""
+    """Write an index. Return the number of passages, the settings and the versions."""
     import faiss
     import sentence_transformers
 
@@ -57,7 +57,7 @@ def write_dense(folder: Path, passages: Iterable[Passage], model: str) -> tuple[
 
 
 class DenseIndex:
-    """A folder that `write_dense` filled. Safe to search from several threads, one at a time."""
+    """An index that `write_dense` wrote. Several threads may search; a lock serves one at a time."""
 
     def __init__(self, folder: Path, model: str | None = None) -> None:
         import faiss
@@ -67,7 +67,7 @@ class DenseIndex:
         self._offsets = np.load(folder / "offsets.npy")
         self._file = (folder / "passages.jsonl").open("rb")
         self._encoder = _load(model)
-        self._lock = Lock()  # tokenizers change their own settings while they work
+        self._lock = Lock()  # tokenizers change their own state while they encode
         self._check(model)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
@@ -80,7 +80,7 @@ class DenseIndex:
             return [self._best(vector, rows, k) if query.strip() else [] for query, vector, rows in found]
 
     def _rows(self, vectors: Vectors, k: int) -> list[NDArray[np.int64]]:
-        """For each vector the k best rows, and all that may tie with the last of them."""
+        """For each vector, the k best rows and all that may tie with the last of them."""
         limit = min(k + 1, self._index.ntotal)
         while True:
             scores, rows = self._index.search(vectors, limit)
@@ -90,7 +90,7 @@ class DenseIndex:
             limit = min(4 * limit, self._index.ntotal)
 
     def _best(self, vector: Vectors, rows: NDArray[np.int64], k: int) -> list[Hit]:
-        """By score, then id. Scored again, because faiss sums in an order that depends on the batch."""
+        """Order by score, then id. We score again, because faiss sums in an order that depends on the batch."""
         stored = np.stack([self._index.reconstruct(int(row)) for row in rows]).astype(np.float64)
         scores = _tied(stored @ vector)
         hits = [Hit(self._passage(int(row)), float(score)) for row, score in zip(rows, scores, strict=True)]
@@ -101,15 +101,15 @@ class DenseIndex:
         return Passage(*json.loads(os.pread(self._file.fileno(), end - begin, begin)))
 
     def _check(self, model: str) -> None:
-        """The first passage must get the vector it got before."""
+        """Check that the model gives the first passage the vector that is in the index."""
         vector = _encode(self._encoder, [_PASSAGE + self._passage(0).contents])[0]
         stored = self._index.reconstruct(0)
         if vector.shape != stored.shape or float(vector @ stored) < 0.99:
-            raise ValueError(f"{model}: not the model that this index was built with; name that one with --model")
+            raise ValueError(f"{model}: not the model that this index was built with; give that one with --model")
 
 
 def _tied(scores: Floats) -> Floats:
-    """Each score, or the best of those that lead up to it in steps of at most _TIE."""
+    """Give scores that are connected by steps of at most _TIE the same value, the best of them."""
     order = np.argsort(-scores)
     falling = scores[order]
     heads = np.r_[True, falling[:-1] - falling[1:] > _TIE]

@@ -1,9 +1,9 @@
-"""What an index is: queries in, for each the k best passages, best first; and the small file that says which it is.
+"""The interface of an index, which finds the k best passages for each query, and the file that describes an index.
 
     Index ── search ──> Hit ── passage ──> Passage
                          └── score
 
-Whichever kind it is, equal scores are ordered by passage id, so that answers do not depend on how an index was built.
+Every kind of index orders equal scores by passage id, so that answers do not depend on how an index was built.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Hit:
 
 
 class Index(Protocol):
-    """Anything that finds passages. One answer per query, in the order of the queries; none found: an empty list.
+    """Finds passages. There is one answer per query, in the order of the queries; it may be an empty list.
 
-    Any text is a query: of a model gone wild, the first MAX_QUERY characters are read.
+    Any text is a valid query. Only the first MAX_QUERY characters are used, since a model may write anything.
     """
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]: ...
 
 
 def open_index(where: Path | str, model: str | None = None) -> Index:
-    """An index folder, or with http(s):// any service that speaks Search-R1's protocol.
+    """Open an index folder, or with http(s):// a service that uses Search-R1's protocol.
 
-    `model` names the embedding model of a dense index where it has moved since.
+    `model` is the embedding model of a dense index, if it has moved since the index was built.
     """
     if str(where).startswith(("http://", "https://")):
         from memopd.retrieval.client import RemoteIndex
@@ -57,7 +57,7 @@ def open_index(where: Path | str, model: str | None = None) -> Index:
 
 
 def readable(query: str) -> str:
-    """The part of a query that is read, in characters every index can encode."""
+    """The part of a query that is used, in characters that every index can encode."""
     return query[:MAX_QUERY].encode("utf-8", "replace").decode()
 
 
@@ -66,17 +66,17 @@ def check_k(k: int) -> None:
         raise ValueError(f"k must be 1 or more, got {k}")
 
 
-# ---- what is in a folder ------------------------------------------------------------------------------------------
+# ---- the description of an index folder ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class IndexInfo:
     kind: str  # "lexical" or "dense"
     passages: int
-    skipped: int  # rows of the corpus that were left out
+    skipped: int  # rows of the corpus that were skipped
     corpus: str  # its file name
-    corpus_sha256: str  # of the file as it lay on disk
-    settings: dict[str, Any]  # what the answers depend on besides the corpus
+    corpus_sha256: str  # of the file as it was on disk
+    settings: dict[str, Any]  # everything besides the corpus that affects the answers
     versions: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """BM25 on tantivy: embedded, on disk, no JVM.
 
-Words are lower-cased, stripped of accents, freed of stop words and stemmed. The same analysis makes the terms of a
-query, which asks for any of them; tantivy's query parser, which raises on ordinary punctuation, is never used.
+Words are lower-cased, stripped of accents and stemmed, and stop words are removed. Queries are analysed in the same way
+and match any of their terms; we never use tantivy's query parser, which raises errors on ordinary punctuation.
 
-Two builds answer alike. One writer thread and a buffer large enough that nothing is ever merged cut the corpus into the
-same segments every time, and documents lie in each segment in the order of their ids. tantivy itself breaks ties by
-position, which is then by id, within a segment; across segments, whose order is random, `_best` does.
+Two builds give the same answers. One writer thread, and a buffer so large that nothing is ever merged, divide the
+corpus into the same segments every time, and each segment is sorted by id. Within a segment tantivy breaks ties by
+position, hence by id; across segments, whose order is random, `_best` does.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ import tantivy
 from memopd.retrieval.corpus import Passage
 from memopd.retrieval.index import Hit, check_k, readable
 
-# A title says what a passage is about: its words count once in `contents` and, by this much, once more on their own.
-# On 11,301 real passages, recall@3 and @10 of HotpotQA's questions are .679 and .872 without, .702 and .879 with; of
-# NQ's .856 and .922, .878 and .936. A larger weight (0.4, 0.5) gains up to .006 at 3 and loses as much at 10.
+# A title says what a passage is about, so its words count in `contents` and again, with this weight, on their own.
+# On 11,301 real passages, this raises recall@3 and @10 of HotpotQA's questions from .679 and .872 to .702 and .879, and
+# of NQ's from .856 and .922 to .878 and .936. Weights of 0.4 and 0.5 gain up to .006 at 3 and lose as much at 10.
 _TITLE = 0.25
 
 _ANALYZER = "memopd_english"
-_WRITER_BYTES = 4_000_000_000  # tantivy's most, taken as needed: few segments, and merging begins at eight
+_WRITER_BYTES = (
+    4_000_000_000  # tantivy's maximum, allocated as needed; it gives few segments, and merging begins at eight
+)
 _SEARCHERS = os.cpu_count() or 1
 
 _Found: TypeAlias = tuple[float, tantivy.DocAddress]
 
 
 def write_lexical(folder: Path, passages: Iterable[Passage]) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """The number of passages, the settings, the versions."""
+    """Write an index. Return the number of passages, the settings and the versions."""
     writer = _writer(folder)
     count = 0
     try:
@@ -44,7 +46,7 @@ def write_lexical(folder: Path, passages: Iterable[Passage]) -> tuple[int, dict[
             writer.add_document(_document(passage))
             count += 1
         writer.commit()
-    finally:  # after an error too: its threads must not write into a folder that is about to go
+    finally:  # also after an error: its threads must not write into a folder that is about to be removed
         writer.wait_merging_threads()
     analysis = "words, lower case, no accents, English stop words and stems"
     settings = {"analysis": analysis, "k1": 1.2, "b": 0.75, "title": _TITLE}  # k1 and b are tantivy's
@@ -52,7 +54,7 @@ def write_lexical(folder: Path, passages: Iterable[Passage]) -> tuple[int, dict[
 
 
 class LexicalIndex:
-    """A folder that `write_lexical` filled. Safe to search from several threads."""
+    """An index that `write_lexical` wrote. Several threads may search at once."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -62,7 +64,7 @@ class LexicalIndex:
         self._schema = index.schema
         self._searcher = index.searcher()
         self._analyzer = _analyzer()
-        self._pool = ThreadPoolExecutor(_SEARCHERS)  # tantivy lets go of the interpreter while it searches
+        self._pool = ThreadPoolExecutor(_SEARCHERS)  # tantivy releases the GIL while it searches
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         check_k(k)
@@ -81,7 +83,7 @@ class LexicalIndex:
         return tantivy.Query.boolean_query([(tantivy.Occur.Should, part) for part in texts + titles])
 
     def _best(self, query: tantivy.Query, k: int) -> list[Hit]:
-        """By score, then id. A tie over the cut is fetched whole, unless there is one segment: that has it in order."""
+        """Order by score, then id. Fetch all passages that tie at the cut, unless one segment has them in order."""
         limit = k + 1
         while True:
             found = self._searcher.search(query, min(limit, self._searcher.num_docs), count=False).hits
@@ -112,7 +114,7 @@ def _document(passage: Passage) -> tantivy.Document:
 
 
 def _candidates(found: list[_Found], k: int) -> list[_Found]:
-    """What may be among the k best: not what k of equal score and lower id in the same segment keep out."""
+    """Drop passages that cannot be among the k best: k others in their segment have the same score and a lower id."""
     if not found:
         return []
     cut = found[:k][-1][0]

@@ -1,10 +1,10 @@
-"""An index as a service that speaks Search-R1's protocol, so that existing clients work unchanged.
+"""A retrieval service that uses Search-R1's protocol, so that existing clients work unchanged.
 
     POST /retrieve  {"queries": ["..."], "topk": 3, "return_scores": true}
                     {"result": [[{"document": {"id": "17", "contents": "\\"Title\\"\\ntext"}, "score": 1.0}, ...]]}
     GET /health     {"status": "ok"}
 
-A wrong request is answered with 4xx and {"detail": "one line that says what to do"}.
+The answer to an invalid request is 4xx and {"detail": "one line that says what to do"}.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from memopd.retrieval.index import MAX_QUERY, Hit, Index
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one request. A body may have as many bytes as the longest queries take, and room for JSON."""
+    """The limits of one request. A body may be as long as the longest queries in JSON."""
 
     queries: int = 512
-    characters: int = MAX_QUERY  # of a query
+    characters: int = MAX_QUERY  # per query
     topk: int = 100
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class Limits:
 
     @property
     def body(self) -> int:
-        return 10_000 + 12 * self.queries * self.characters  # JSON spells a character in up to 12 bytes
+        return 10_000 + 12 * self.queries * self.characters  # a character takes up to 12 bytes in JSON
 
 
 class Query(BaseModel):
@@ -46,7 +46,7 @@ class Query(BaseModel):
 
 
 def create_app(index: Index, limits: Limits | None = None, topk: int = 3) -> FastAPI:
-    """`topk`: how many passages a request gets that does not say."""
+    """Make the application. `topk` is the number of passages if a request does not say how many."""
     limits = limits or Limits()
     if not 1 <= topk <= limits.topk:
         raise ValueError(f"topk must be between 1 and its limit of {limits.topk}, got {topk}")
@@ -73,7 +73,7 @@ async def _body(request: Request, most: int) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > most:
-            raise HTTPException(413, f"at most {most:,} bytes a request; send fewer or shorter queries")
+            raise HTTPException(413, f"at most {most:,} bytes per request; send fewer or shorter queries")
     return bytes(body)
 
 
@@ -88,7 +88,7 @@ def _query(body: bytes) -> Query:
 
 def _check(queries: list[str], k: int, limits: Limits) -> None:
     if len(queries) > limits.queries:
-        raise HTTPException(422, f"queries: at most {limits.queries:,} a request, got {len(queries):,}")
+        raise HTTPException(422, f"queries: at most {limits.queries:,} per request, got {len(queries):,}")
     if k > limits.topk:
         raise HTTPException(422, f"topk: at most {limits.topk:,}, got {k:,}")
     if (longest := max(map(len, queries), default=0)) > limits.characters:

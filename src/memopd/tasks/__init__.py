@@ -1,4 +1,4 @@
-"""What is asked: question sets, k-objective tasks, grading, the embedded world."""
+"""Tasks: questions with their accepted answers, task files, and grading."""
 
 from memopd.tasks.task import Question, Step, Task
 

@@ -3,8 +3,8 @@
     {"id": "nq-0", "question": "who founded velmora works", "golden_answers": ["Tarin Oskel"], "metadata": {}}
 
 A row of Parquet is a task of k questions: `data_source`, `prompt` (list of role, content), `ability`,
-`reward_model.ground_truth.target` (a list of alias lists), `extra_info`. What those columns have no place for (ids,
-question texts, kinds, steps) stands in `extra_info`, so that what is written is read back the same.
+`reward_model.ground_truth.target` (a list of alias lists), `extra_info`. Ids, question texts, kinds and steps, which
+the other columns cannot represent, are kept in `extra_info`, so that a file reads back as the tasks that were written.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _SCHEMA = pa.schema(
     }
 )
 _HUB = "hub:"
-_ASKED = re.compile(r"\bquestions?:", re.IGNORECASE)  # what comes before the questions in the field's prompts
-_BETWEEN = re.compile(r"(?<=\?);\s*")  # MEM1 joins questions by "; ", each ending in "?"
+_ASKED = re.compile(r"\bquestions?:", re.IGNORECASE)  # the word before the questions in common prompts
+_BETWEEN = re.compile(r"(?<=\?);\s*")  # MEM1 joins questions, which end in "?", by "; "
 
 
 def read_tasks(path: str | Path, skip_bad: bool = False) -> list[Task]:
-    """The tasks of a .jsonl, .jsonl.gz or .parquet file, or of `hub:org/dataset[:config]:split`.
+    """Read the tasks of a .jsonl, .jsonl.gz or .parquet file, or of `hub:org/dataset[:config]:split`.
 
-    A row with `golden_answers` alone is a task of one question. A malformed row is a ValueError that names file and
-    line (from 1) or row (from 0); with `skip_bad` it is left out, and how many were is logged.
+    A row with only `golden_answers` is a task of one question. A malformed row raises a ValueError that names the file
+    and the line (from 1) or row (from 0). With `skip_bad`, malformed rows are skipped and their number is logged.
     """
     tasks: list[Task] = []
     places: dict[str, str] = {}
@@ -60,7 +60,7 @@ def read_tasks(path: str | Path, skip_bad: bool = False) -> list[Task]:
             row = json_object(given) if isinstance(given, bytes) else given
             task = _task(row, number, source)
             if task.id in places:
-                raise ValueError(f"task {task.id!r} stands on {places[task.id]} already; ids must differ")
+                raise ValueError(f"task {task.id!r} is already on {places[task.id]}; ids must differ")
         except ValueError as error:
             if not skip_bad:
                 raise ValueError(f"{path}: {place}: {error}") from None
@@ -74,15 +74,15 @@ def read_tasks(path: str | Path, skip_bad: bool = False) -> list[Task]:
 
 
 def read_questions(path: str | Path, skip_bad: bool = False) -> list[Question]:
-    """The questions of one data set, in order."""
+    """Read the questions of one data set, in order."""
     tasks = read_tasks(path, skip_bad)
     if len(sources := dict.fromkeys(task.source for task in tasks)) > 1:
-        raise ValueError(f"{path}: holds several data sets ({', '.join(sources)}); read_tasks keeps them apart")
+        raise ValueError(f"{path}: contains several data sets ({', '.join(sources)}); read_tasks keeps them apart")
     return [question for task in tasks for question in task.questions]
 
 
 def group(questions: Iterable[Question], k: int, source: str) -> list[Task]:
-    """Consecutive questions of one data set by k; a remainder is dropped.
+    """Group consecutive questions of one data set into tasks of k; drop the remainder.
 
     >>> asked = [Question(str(i), "who", ("x",)) for i in range(5)]
     >>> [task.id for task in group(asked, 2, "nq")]
@@ -96,7 +96,7 @@ def group(questions: Iterable[Question], k: int, source: str) -> list[Task]:
 
 
 def write_tasks(path: str | Path, tasks: Iterable[Task], prompt_of: Callable[[Task], str]) -> int:
-    """Write Parquet that Search-R1, verl and `read_tasks` read, whole or not at all; how many tasks."""
+    """Write Parquet that Search-R1, verl and `read_tasks` can read, atomically. Return the number of tasks."""
     path = Path(path)
     if path.suffix != ".parquet":
         raise ValueError(f"{path}: tasks are written as Parquet; give a name that ends in .parquet")
@@ -104,14 +104,16 @@ def write_tasks(path: str | Path, tasks: Iterable[Task], prompt_of: Callable[[Ta
     ids = [row["extra_info"]["id"] for row in rows]
     if len(set(ids)) < len(ids):
         twice = max(ids, key=ids.count)
-        raise ValueError(f"{path}: task {twice!r} is there twice; name the data sets apart, as ids begin with them")
+        raise ValueError(
+            f"{path}: task {twice!r} occurs twice; give the data sets different names, because task ids begin with them"
+        )
     with whole(path) as partial:
         pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), partial)
     return len(rows)
 
 
 def source_of(path: str | Path) -> str:
-    """What a data set is called that does not say: the file's name, or on the hub the configuration's or its own.
+    """The default name of a data set: that of its file, or on the hub that of its configuration or itself.
 
     >>> source_of("data/nq.jsonl.gz"), source_of("hub:RUC-NLPIR/FlashRAG_datasets:hotpotqa:dev")
     ('nq', 'hotpotqa')
@@ -130,14 +132,14 @@ def _written(index: int, task: Task, prompt: str) -> Row:
     return {
         "data_source": task.source,
         "prompt": [{"role": "user", "content": prompt}],
-        "ability": "fact-reasoning",  # what Search-R1 calls it
+        "ability": "fact-reasoning",  # the value that Search-R1 uses
         "reward_model": {"style": "rule", "ground_truth": {"target": [q.answers for q in task.questions]}},
         "extra_info": {"index": index, "id": task.id, "questions": questions},
     }
 
 
 def _rows(path: str | Path) -> Iterator[tuple[str, bytes | Row]]:
-    """Every row with its place in the file; a line of JSON as its bytes, so that a bad one can be skipped."""
+    """Every row with its place in the file. Lines of JSON come as bytes, so that the caller can skip bad ones."""
     name = str(path)
     if name.startswith(_HUB):
         return _hub_rows(name)
@@ -194,7 +196,7 @@ def _task(row: Row, number: int, source: str) -> Task:
             raise ValueError(f"extra_info.questions: {len(extra['questions'])} for {len(targets)} alias lists")
         pairs = zip(extra["questions"], targets, strict=True)
         return Task(_text(extra, "id"), tuple(_our_question(q, answers) for q, answers in pairs), source)
-    # Somebody else's. An id of a row that holds several questions would be none of theirs.
+    # A row that another program wrote. The id of a row with several questions is not an id of any of them.
     k = len(targets)
     own = str(row["id"]) if k == 1 and isinstance(row.get("id"), str | int) else str(number)
     ids = [own] if k == 1 else [f"{number}.{i}" for i in range(k)]
@@ -204,12 +206,12 @@ def _task(row: Row, number: int, source: str) -> Task:
 
 
 def _task_id(source: str, k: int, first: str) -> str:
-    """From the questions, not from the place in the file: two cuts of one data set never give two tasks one id."""
+    """Ids depend on the questions, not on their place in the file, so two parts of a data set never share an id."""
     return f"{source}-q{k}-{first}" if source else f"q{k}-{first}"
 
 
 def _question(row: Row) -> Question:
-    """A line of FlashRAG's."""
+    """Read a row in FlashRAG's format."""
     id = str(row["id"]) if type(row.get("id")) is int else _text(row, "id")
     metadata = row.get("metadata")
     kind = metadata.get("type") if isinstance(metadata, dict) else None
@@ -231,7 +233,7 @@ def _is_ours(extra: Row) -> bool:
 
 
 def _targets(row: Row) -> list[tuple[str, ...]]:
-    """One tuple of aliases for each question; a flat list is the aliases of one."""
+    """One tuple of aliases for each question. A flat list holds the aliases of a single question."""
     name = "reward_model.ground_truth.target"
     value: Any = row
     for part in name.split("."):
@@ -247,23 +249,23 @@ def _aliases(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(alias, str) for alias in value):
         raise ValueError(f"{name}: must be a list of strings, got {_short(value)}")
     if not any(alias.strip() for alias in value):
-        raise ValueError(f"{name}: must hold an answer, got {_short(value)}")
+        raise ValueError(f"{name}: must contain an answer, got {_short(value)}")
     return tuple(_encodable(alias, name) for alias in value)
 
 
 def _texts(row: Row, extra: Row, k: int) -> list[str]:
-    """The k questions that a row of somebody else's asks, from where the field's programs leave them."""
+    """Find the k questions of a row that another program wrote, in the columns that such programs use."""
     given = [holder.get(name) for holder in (row, extra) for name in ("questions", "question")]
     for value in (*given, _after_instructions(row.get("prompt"))):
         if isinstance(value, str):
             value = [value.strip()] if k == 1 else _BETWEEN.split(value.strip())
         if isinstance(value, list) and len(value) == k and all(isinstance(text, str) for text in value):
             return [_encodable(text, "question") for text in value]
-    raise ValueError(f"cannot tell its {k} question(s) from its prompt; add a column `questions` with a list of {k}")
+    raise ValueError(f"cannot find its {k} question(s) in its prompt; add a column `questions` with a list of {k}")
 
 
 def _after_instructions(prompt: Any) -> str | None:
-    """Of "<instructions> Question: <questions>" the questions, where there is no doubt where they begin."""
+    """The questions in "<instructions> Question: <questions>"; None unless it is clear where they begin."""
     messages = prompt if isinstance(prompt, list) else []
     contents = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
     if not contents or not isinstance(contents[-1], str) or len(marks := list(_ASKED.finditer(contents[-1]))) != 1:
@@ -279,11 +281,11 @@ def _text(row: Row, name: str) -> str:
 
 
 def _encodable(text: str, name: str) -> str:
-    """JSON can spell half a character; nothing can encode it."""
+    """Reject half a surrogate pair, which JSON can contain but no text file can store."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name}: holds half of a surrogate pair, got {_short(text)}") from None
+        raise ValueError(f"{name}: contains half of a surrogate pair, got {_short(text)}") from None
     return text
 
 

@@ -1,9 +1,9 @@
-"""Answers to scores: exact match and F1 after normalisation, and the reward of a whole interaction.
+"""Grading: exact match and F1 after normalisation, and the reward of an interaction.
 
     response ── answers_of ──> answers ── grade ──> Grade ── per_question ──> Score
 
-Two gradings. `squad` normalises as SQuAD does and counts tokens as a bag; it is the default. `mem1` is what MEM1's
-evaluation does: articles stay, punctuation becomes a space, tokens count as a set.
+There are two gradings. `squad`, the default, normalises as SQuAD does and counts tokens as a bag. `mem1` follows MEM1's
+evaluation: it keeps articles, replaces punctuation by a space, and counts tokens as a set.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One answer against the aliases of its question."""
+    """The score of one answer, given the aliases of its question."""
 
     em: float  # 0 or 1
     f1: float
@@ -49,20 +49,20 @@ class Grade:
 
     em: float  # Σ over questions
     f1: float  # Σ over questions
-    answers: tuple[str, ...] | None  # None: there was no closed <answer>
-    per_question: tuple[Score, ...]  # one per question, zeros where the answers could not be told apart
+    answers: tuple[str, ...] | None  # None if there is no closed <answer>
+    per_question: tuple[Score, ...]  # one per question; all 0 if the number of answers is wrong
 
     @property
     def valid(self) -> bool:
-        """There is an answer, and it has one part for each question."""
+        """Whether there is an answer with one part for each question."""
         return self.answers is not None and len(self.answers) == len(self.per_question)
 
 
 def normalise(text: str) -> str:
-    """SQuAD: lower case, no punctuation, no articles, single spaces.
+    """Normalise as SQuAD does: lower case, no punctuation, no articles, single spaces.
 
-    Composed first (NFC), so that one text in two encodings is one text. SQuAD's own script leaves the encoding alone;
-    to it the a of a decomposed "à" is an article.
+    We compose characters first (NFC), so that two encodings of a text compare equal. SQuAD's own script does not, and
+    takes the a of a decomposed "à" for an article.
 
     >>> normalise("The  Velmora-Works, Inc.")
     'velmoraworks inc'
@@ -76,13 +76,13 @@ def exact_match(answer: str, aliases: Sequence[str], grading: Grading = "squad")
 
 
 def f1(answer: str, aliases: Sequence[str], grading: Grading = "squad") -> float:
-    """The best over aliases of 2·|common tokens| / (|answer's tokens| + |alias's tokens|)."""
+    """The maximum over the aliases of 2·|common tokens| / (|answer's tokens| + |alias's tokens|)."""
     given = _tokens(answer, grading)
     return max((_overlap(given, _tokens(alias, grading)) for alias in aliases), default=0.0)
 
 
 def answers_of(response: str) -> tuple[str, ...] | None:
-    """The parts of the last closed `<answer>`, split on `;`; None without one.
+    """The parts of the last closed `<answer>`, split on `;`, or None if there is none.
 
     >>> answers_of("<think>so</think><answer>Tarin Oskel; 1871</answer>")
     ('Tarin Oskel', '1871')
@@ -95,7 +95,7 @@ def answers_of(response: str) -> tuple[str, ...] | None:
 
 
 def grade(questions: Sequence[Question], response: str, grading: Grading = "squad") -> Grade:
-    """A number of answers that differs from the number of questions scores 0 for all of them: which is which?"""
+    """Grade a response. If it has more or fewer answers than questions, all of them score 0."""
     answers = answers_of(response)
     if answers is None or len(answers) != len(questions):
         _check(grading)
@@ -108,7 +108,7 @@ def grade(questions: Sequence[Question], response: str, grading: Grading = "squa
 
 
 def reward_of(name: str = "em", grading: Grading = "squad", setting: str = "tasks.reward") -> Reward:
-    """The reward called `em` (Σ EM), `f1` (Σ F1), or any `module:function` of (task, responses)."""
+    """Return the reward called `em` (Σ EM) or `f1` (Σ F1), or a `module:function` of (task, responses)."""
     _check(grading)
     function = resolve(setting, name, REWARDS)
     if name in REWARDS:
@@ -145,10 +145,10 @@ def _last(responses: Sequence[str]) -> str:
 
 
 def _key(text: str, grading: Grading) -> str:
-    """What exact match compares.
+    """The text that exact match compares.
 
-    Where normalisation leaves nothing (the band "The The", the grade "A", the title "?") the words or the signs
-    themselves are compared: SQuAD's script would take any of these, and an empty answer, for any other.
+    If normalisation leaves nothing (the band "The The", the grade "A", the title "?"), we compare the words or signs
+    themselves: SQuAD's script would consider all of these, and an empty answer, equal.
     """
     _check(grading)
     if grading == "mem1":

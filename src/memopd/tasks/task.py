@@ -1,4 +1,4 @@
-"""What is asked: questions with their accepted answers, grouped into tasks of k.
+"""Questions with their accepted answers, grouped into tasks of k.
 
 Task ── questions ──> Question ── answers  the aliases of one answer
                          └── steps ──> Step  how the oracle finds it (the embedded world only)
@@ -17,9 +17,9 @@ class Step:
     'Velmora Works'
     """
 
-    query: str  # finds the passage
-    title: str  # the passage that holds the fact
-    fact: str  # what to remember of it, one short clause that stands in the passage or follows from it
+    query: str  # a search for this finds the passage
+    title: str  # the title of the passage that contains the fact
+    fact: str  # the one short clause to remember, which the passage states or implies
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Question:
 
     id: str
     text: str
-    answers: tuple[str, ...]  # aliases: any of them is right, the first is what an oracle says
+    answers: tuple[str, ...]  # aliases: any of them is correct; the oracle gives the first
     kind: str = ""  # "one-hop", "bridge", "comparison" where known
     steps: tuple[Step, ...] = ()
 
@@ -44,7 +44,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """k questions asked at once.
+    """k questions that are asked together.
 
     >>> Task("t0", (Question("nq-0", "who founded velmora works", ("Tarin Oskel",)),)).k
     1

@@ -29,9 +29,9 @@ from memopd.world.tokenizer import train_tokenizer
 HORIZONS = (1, 2, 8, 16)
 RULES = ("mem1", "full_response", "truncate")
 SPLITS = ("train", "dev", "test")
-DEV_EPISODES = 64  # of each horizon: for a loss
+DEV_EPISODES = 64  # of each horizon, to measure a loss on
 BATCH = 256  # episodes at once
-MAX_CONTEXT = 32768  # an oracle's history under full_response is long, and nothing is cut
+MAX_CONTEXT = 32768  # an oracle's history under full_response is long, and must not be cut
 
 Progress = Callable[[str, Iterable[Any]], Iterable[Any]]
 
@@ -39,9 +39,9 @@ Progress = Callable[[str, Iterable[Any]], Iterable[Any]]
 def write_world(
     folder: Path, passages: int, seed: int, difficulty: Difficulty, episodes: int, progress: Progress
 ) -> World:
-    """All of it appears at `folder`, or nothing. At most `episodes` demonstrations of each horizon and rule."""
+    """Write a world to `folder`, atomically, with at most `episodes` demonstrations of each horizon and rule."""
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: exists already; choose another folder or remove it")
+        raise ValueError(f"{folder}: already exists; choose another folder or remove it")
     world = make_world(passages, seed, difficulty)
     with whole_folder(folder) as partial:
         write_corpus(partial / "corpus.jsonl", (Passage(p.id, p.title, p.text) for p in world.passages))
@@ -53,7 +53,7 @@ def write_world(
             write_tasks(partial / "tasks" / f"{split}-q{k}.parquet", some, user_message)
         index = open_index(partial / "index")
         imitated = [(split, k, rule) for split, k in asked if split != "test" and episodes for rule in RULES]
-        for split, k, rule in imitated:  # nobody imitates the test
+        for split, k, rule in imitated:  # test tasks are not for training
             some = asked[split, k][: episodes if split == "train" else min(episodes, DEV_EPISODES)]
             made = _Counted(demonstrate(some, index, tokenizer, rule, seed), len(some))
             path = partial / "oracle" / split / rule / f"q{k}.parquet"
@@ -74,7 +74,7 @@ def demonstrate(asked: list[Task], index: Index, tokenizer: Any, rule: str, seed
 
 
 def texts_of(world: World) -> Iterator[str]:
-    """What a model of this world reads and writes, for its tokenizer to be trained on."""
+    """Texts like those that a model of this world reads and writes, to train its tokenizer on."""
     for p in world.passages:
         yield information([(p.title, p.text)], 3)
     for asked in tasks(world, 2, "train"):

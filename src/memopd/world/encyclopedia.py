@@ -1,11 +1,11 @@
-"""A small encyclopedia written from a seed, and questions that only reading it can answer.
+"""A small encyclopedia made from a seed, with questions that you can answer only by reading it.
 
     make_world ── passages ──> WorldPassage   one per entity: a lead and three or four facts
         └── questions ──> {"train" | "dev" | "test": [Question, ...]}  ── tasks(world, k, split) ──> Task
 
-Entities belong to one split and are linked only within it, so no passage that a test question needs is needed in
-training. Near misses belong to none: each takes the name of another entity with one word changed, and is linked only
-to near misses. Words are made of syllables that all splits share; what differs is who did what.
+Every entity belongs to one split and is linked only to entities of that split, so training never needs a passage that a
+test question needs. Near misses belong to no split: each has the name of another entity with one word changed, and is
+linked only to near misses. All splits use the same syllables in their words; they differ in the facts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Difficulty:
     distractors: float = 0.25  # share of the passages that are near misses of others
     hops: tuple[float, float, float] = (0.5, 0.3, 0.2)  # shares of one-hop, bridge and comparison questions
     wordings: int = WORDINGS  # how many wordings of each relation are used
-    held_out: int = 0  # how many of the question wordings are kept from train and are all that dev and test use
+    held_out: int = 0  # how many question wordings only dev and test use, and train does not
 
     def __post_init__(self) -> None:
         if not 0 <= self.distractors <= 0.5:
@@ -67,7 +67,7 @@ class WorldPassage:
 
     @property
     def contents(self) -> str:
-        """As in wiki-18: the title in double quotes, a newline, the text."""
+        """The format of wiki-18: the title in double quotes, a newline, the text."""
         return f'"{self.title}"\n{self.text}'
 
 
@@ -80,7 +80,7 @@ class World:
 
 
 def make_world(passages: int, seed: int, difficulty: Difficulty = Difficulty()) -> World:  # noqa: B008  # frozen
-    """The same world for the same arguments, on every machine."""
+    """Make a world. The same arguments give the same world on every machine."""
     if not SMALLEST <= passages <= LARGEST:
         raise ValueError(f"a world has from {SMALLEST:,} to {LARGEST:,} passages, got {passages!r}")
     dice = Dice(seed)
@@ -88,7 +88,7 @@ def make_world(passages: int, seed: int, difficulty: Difficulty = Difficulty()) 
     entities = _populate(passages, difficulty, names, dice)
     for split in (*SPLITS, _NEAR_MISS):
         _link([e for e in entities if e.split == split], names, dice)
-    dice.shuffle(entities)  # or a passage's number would give away its kind and split
+    dice.shuffle(entities)  # otherwise a passage's number would reveal its kind and split
     texts = [_write(entity, difficulty.wordings, dice) for entity in entities]
     return World(
         [WorldPassage(str(i), e.name, text) for i, (e, text) in enumerate(zip(entities, texts, strict=True))],
@@ -104,7 +104,7 @@ def make_world(passages: int, seed: int, difficulty: Difficulty = Difficulty()) 
 
 
 def tasks(world: World, k: int, split: str) -> list[Task]:
-    """Consecutive questions by k; a remainder is dropped."""
+    """Group consecutive questions into tasks of k; drop the remainder."""
     if k < 1:
         raise ValueError(f"k must be 1 or more, got {k!r}")
     if split not in world.questions:
@@ -134,7 +134,7 @@ def _populate(passages: int, difficulty: Difficulty, names: Names, dice: Dice) -
 def _link(entities: list[Entity], names: Names, dice: Dice) -> None:
     """Give the entities of one split years and three or four facts each, all within the split."""
     pools = {kind: dice.endless([e for e in entities if e.kind == kind]) for kind in KINDS}
-    for kind in KINDS.values():  # people come first: what they make is some decades younger
+    for kind in KINDS.values():  # people come first: the things that they make are some decades younger
         for entity in entities:
             if KINDS[entity.kind] is kind:
                 entity.maker = next(pools["person"], None) if kind.maker else None
@@ -178,7 +178,7 @@ def _write(entity: Entity, wordings: int, dice: Dice) -> str:
     pronoun = dice.pick(("He", "She")) if entity.kind == "person" else "It"
     other = entity.stem if entity.kind == "person" else f"The {kind.noun}"
     sentences = [dice.pick(kind.leads[:wordings]).format(N=name, c=dice.pick(kind.colours))]
-    # One fact repeats the name: a passage must hold its name more often than passages that mention it.
+    # One fact repeats the name: a passage must contain its name more often than passages that mention it do.
     named = dice.between(0, len(entity.facts) - 1)
     for i, value in enumerate(entity.facts.values()):
         subject = name if i == named else dice.pick((pronoun, pronoun, other))

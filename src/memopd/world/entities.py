@@ -1,4 +1,4 @@
-"""What the embedded world is made of: chance, names, entities and what holds between them."""
+"""The parts of the embedded world: random numbers, names, entities and their facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class Dice:
-    """Chance that falls alike everywhere: `random()` is all that Python promises to keep from version to version."""
+    """Random numbers that are the same everywhere: of `random`, Python guarantees only `random()` across versions."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed).random
@@ -32,7 +32,7 @@ class Dice:
             items[i], items[j] = items[j], items[i]
 
     def endless(self, items: list[_T]) -> Iterator[_T]:
-        """All of them in a random order, again and again: no one turns up much more often than another."""
+        """Repeat all items forever, each time in a random order, so that all occur about equally often."""
         while items:
             items = list(items)
             self.shuffle(items)
@@ -45,9 +45,9 @@ class Entity:
     stem: str  # a person's surname
     name: str
     split: str
-    year: int = 0  # when it came to be
+    year: int = 0  # of its birth, founding or making
     maker: Entity | None = None
-    facts: dict[str, Value] = field(default_factory=dict)  # what its passage states, by the relation's name
+    facts: dict[str, Value] = field(default_factory=dict)  # the facts that its passage states, by the relation's name
 
     @property
     def reference(self) -> str:
@@ -59,11 +59,11 @@ class Value:
     relation: Relation
     text: str  # as it stands in a sentence
     size: int = 0  # of a date, year or number
-    entity: Entity | None = None  # what has a passage of its own
+    entity: Entity | None = None  # the entity, if it has its own passage
 
 
 class Names:
-    """Every full name is given once; the words in it are not."""
+    """Gives out names. A full name is used once; the words in it may be used again."""
 
     def __init__(self, passages: int, dice: Dice) -> None:
         self.dice = dice
@@ -71,13 +71,13 @@ class Names:
         given = [f"{next(self.words)} {{}}" for _ in range(min(300, passages // 5))]
         self.styles: dict[str, Sequence[str]] = {kind: KINDS[kind].styles or given for kind in KINDS}
         self.surnames: list[str] = []
-        self._shared: set[str] = set()  # stems of two that have a passage
-        self.bearers: Counter[str] = Counter()  # of a stem: people, with a passage or without, or things of one kind
+        self._shared: set[str] = set()  # stems that two entities with a passage share
+        self.bearers: Counter[str] = Counter()  # people or things with a stem, with or without a passage
         self._taken: set[str] = set()
 
     def of(self, kind: str, stem: str = "") -> tuple[str, str]:
-        """Stem and full name of what has a passage. Only a near miss gets a used stem, once: a search for a name must
-        not drown among its like."""
+        """The stem and full name of an entity with a passage. Only a near miss gets a used stem, once, so that a search
+        for a name still finds it."""
         if not stem:
             stem = next(self.words)
             if kind == "person":
@@ -87,7 +87,7 @@ class Names:
         return stem, self._name(self.styles[kind], stem)
 
     def person(self) -> str:
-        """Of somebody without a passage, who often has the surname of one with."""
+        """The name of a person without a passage, often with the surname of one who has a passage."""
         stem = self.dice.pick(self.surnames)
         if stem in self._shared or self.dice.random() < 0.4:
             stem = next(self.words)
@@ -95,7 +95,7 @@ class Names:
         return self._name(self.styles["person"], stem)
 
     def minor(self, styles: Sequence[str]) -> str:
-        """Of a street, a prize, ... called after a surname."""
+        """The name of a street, a prize, ... that contains a surname."""
         while (name := self.dice.pick(styles).format(self.dice.pick(self.surnames))) in self._taken:
             pass
         self._taken.add(name)

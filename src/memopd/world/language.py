@@ -1,19 +1,19 @@
-"""How the embedded world speaks: syllables, kinds of entity, relations and their wordings, as data.
+"""The language of the embedded world as data: syllables, kinds of entity, relations and their wordings.
 
-    KINDS      what there is: how things of a kind are named, introduced and referred to
-    RELATIONS  what is said of them, asked about them and compared
+    KINDS      the kinds of entity: how they are named, introduced and referred to
+    RELATIONS  the facts about entities: how they are stated, asked about and compared
 
-The wordings of a list mean the same thing; the first is the plainest. In what a passage says, {S} is the subject
-("It", "The town", "Velko"), {P} its possessive and {o} the value. In what is asked, {s} may also be a whole phrase
-("the founder of Velko Works"): that is how bridge questions are made, so {s} never takes an ending.
+The wordings of a list mean the same thing; the first is the plainest. In passages, {S} is the subject ("It",
+"The town", "Velko"), {P} its possessive and {o} the value. In questions, {s} may also be a whole phrase, as in bridge
+questions ("the founder of Velko Works"), so {s} never takes an ending.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Syllables: a word is opening + closing or opening + middle + closing. No closing looks like an English ending, or a
-# stemmer would cut names and mix them up.
+# Syllables: a word is opening + closing or opening + middle + closing. No closing looks like an English ending,
+# because a stemmer would then cut off the ends of names and confuse them.
 OPENINGS = (
     "bal bel bor bra bri bul dal del dol dra dro dul fal fel fin fla fol gal gel gol gra gul hal hel hol hul jal jel "
     "jol jul kal kel kil kol kra kro kul lem lom lun mal mel mol mul nal nel nil nol nul pel pil plo pra pul ral rel "
@@ -48,22 +48,22 @@ class Kind:
     reference: str = "{}"  # the name inside a sentence
     apposition: str = ""  # a longer reference, used in some questions
     short: bool = False  # the stem alone is an accepted answer
-    maker: str = ""  # the relation to a person, some decades after whose birth this came to be
-    years: tuple[int, int] = (1650, 2000)  # otherwise between these
+    maker: str = ""  # the relation to the person who made it, some decades after that person's birth
+    years: tuple[int, int] = (1650, 2000)  # the range of its year if there is no maker
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """What holds between one entity and one value: every entity has at most one value of each relation."""
+    """A relation between an entity and a value. Every entity has at most one value of each relation."""
 
     kind: str  # of the entity
     name: str
     value: str  # a kind (then it has a passage), or "person name", "name", "date", "year", "number"
     fact: str  # the clause an agent should remember, {s} and {o}
-    keyword: str  # what to search for beside the name; one word, for more would outweigh the name
+    keyword: str  # the word to search for beside the name; only one, since more would outweigh the name
     says: tuple[str, ...]
     asks: tuple[str, ...]
-    phrases: tuple[str, ...] = ()  # the value as a phrase, where it has a passage
+    phrases: tuple[str, ...] = ()  # the value as a phrase, if it has a passage
     inverse: tuple[str, ...] = ()  # asks for the entity, given the value
     more: tuple[str, ...] = ()  # compares two: which has the higher value, {a} or {b}?
     less: tuple[str, ...] = ()
@@ -71,8 +71,8 @@ class Relation:
     high: int = 0
     unit: str = ""
     names: tuple[str, ...] = ()  # patterns of names without a passage; {} is a surname
-    gap: int | None = None  # the value came to be at least so many years before the entity
-    counted: tuple[str, ...] = ()  # what a number may also be given in
+    gap: int | None = None  # the value is at least this many years older than the entity
+    counted: tuple[str, ...] = ()  # other units in which a number may be given
 
 
 KINDS: dict[str, Kind] = {

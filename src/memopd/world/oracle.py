@@ -1,8 +1,8 @@
 """Scripted policies: the oracle, which solves the embedded world's tasks, and a guesser, which never searches.
 
-The oracle is an engine whose completions are written, not sampled. It searches through the real index and believes
-only what the documents in front of it say: a fact is noted when the passage that holds it has been found. Its
-responses are what a model is taught by SFT, so their wording varies from episode to episode.
+The oracle is an engine whose completions are scripted, not sampled. It searches the real index and uses only what the
+retrieved documents say: it notes a fact when it has found the passage that contains it. SFT trains a model on its
+responses, so their wording varies from episode to episode.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from memopd.engine.protocol import Completion, Request
 from memopd.tasks import Question, Task
 from memopd.types import StopReason
 
-CARELESS = 0.25  # how often a careless oracle misreads what it found
-TRIES = 2  # searches for one fact before giving it up
+CARELESS = 0.25  # how often a careless oracle misreads a document
+TRIES = 2  # searches for one fact before the oracle gives up
 
 OPENINGS = ("", "", "", "Known so far. ", "Summary. ", "Notes. ")
 ANSWERED = ("{n}: {answer}.", "{n}: {answer}.", "{n} is {answer}.", "{n} done, {answer}.")
@@ -31,12 +31,12 @@ GIVEN_UP = "unknown"
 
 @dataclass(slots=True)
 class _Notes:
-    """What the oracle of one episode knows."""
+    """The oracle's notes of one episode."""
 
     task: Task
     random: random.Random
     answers: list[str] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)  # of the question at hand
+    facts: list[str] = field(default_factory=list)  # of the current question
     step: int = 0
     tries: int = 0
     style: tuple[str, str, str, str] = ("", "", "", "")
@@ -51,10 +51,10 @@ class _Notes:
 
 
 class Oracle:
-    """Solves tasks whose questions say how (`Question.steps`), by MEM1's protocol, under any memory rule.
+    """Solves tasks whose questions have `steps`, with MEM1's protocol, under any memory rule.
 
-    Where `misreads` is above 0 it takes, so often, the title of some document in front of it for the answer, and goes
-    on to the next question: a demonstrator that keeps to the protocol and is wrong.
+    With probability `misreads` it takes the title of a retrieved document for the answer and continues with the next
+    question, so that it follows the protocol but is wrong.
     """
 
     def __init__(self, tasks: Iterable[tuple[str, Task]], tokenizer: Any, seed: int = 0, misreads: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class Oracle:
 
     def _completion(self, request: Request) -> Completion:
         notes = self.notes.get(request.episode) or self._begin(request.episode)
-        if request.purpose:  # the memory rule asks, the episode goes on: anything that is true will do
+        if request.purpose:  # a call of the memory rule: the episode continues, and any true text will do
             return self._written(self._summary(notes))
         if notes.tries:
             self._read(notes, documents_of(self.tokenizer.decode(request.prompt.tolist())))
@@ -85,7 +85,7 @@ class Oracle:
     def _begin(self, episode: str) -> _Notes:
         task = self.tasks[episode]
         if unsolved := [q.id for q in task.questions if not q.steps]:
-            raise ValueError(f"task {task.id!r}: the oracle does not know how to find question {unsolved[0]!r}")
+            raise ValueError(f"task {task.id!r}: the oracle cannot solve question {unsolved[0]!r}, which has no steps")
         dice = random.Random(f"{self.seed}/{episode}")
         style = tuple(dice.choice(options) for options in (OPENINGS, ANSWERED, PARTLY, NEXT))
         notes = _Notes(task, dice, style=style)  # type: ignore[arg-type]
@@ -112,23 +112,23 @@ class Oracle:
             answers = notes.answers + [GIVEN_UP] * (notes.task.k - len(notes.answers))
             return f"<think>{summary}</think>\n<answer>{'; '.join(answers)}</answer>"
         step = question.steps[notes.step]
-        query = step.query if notes.tries == 0 else step.title  # the second try: the name alone
+        query = step.query if notes.tries == 0 else step.title  # the second time, only the name
         notes.tries += 1
         return f"<think>{summary}</think>\n<search>{query}</search>"
 
     def _summary(self, notes: _Notes) -> str:
-        opening, answered, partly, going_on = notes.style
+        opening, answered, partly, upcoming = notes.style
         parts = [answered.format(n=n, answer=a) for n, a in enumerate(notes.answers, 1)]
         if notes.question is not None:
             n = len(notes.answers) + 1
             parts += [partly.format(n=n, facts="; ".join(notes.facts))] if notes.facts else []
-            parts += [going_on.format(n=n)]
+            parts += [upcoming.format(n=n)]
         return opening + " ".join(parts)
 
 
 class Guesser:
-    """Answers at once. What can be had without searching: the answer of the most similar training question, and
-    the first of the things that are compared."""
+    """Answers at once, without searching: with the answer of the most similar training question, or with the first
+    of the things that are compared."""
 
     def __init__(self, tasks: Iterable[tuple[str, Task]], tokenizer: Any, training: Iterable[Question]) -> None:
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What the embedded world is asked: one-hop, bridge and comparison questions about the entities of one split."""
+"""The questions of the embedded world: one-hop, bridge and comparison questions about the entities of one split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PER_ENTITY = 2
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """The makers of questions yield each question once, in a random order."""
+    """Makes questions. Each maker yields every question of its kind once, in a random order."""
 
     split: str
     entities: list[Entity]
@@ -30,7 +30,7 @@ class Asker:
         wanted = _PER_ENTITY * len(self.entities)
         makers = zip((self.one_hop(), self.bridge(), self.comparison()), shares, strict=True)
         made = [list(islice(maker, round(wanted * share))) for maker, share in makers]
-        # Where a small world has too few questions of one kind, the others give way: the shares hold.
+        # If a small world has too few questions of one kind, there are fewer of the others too, to keep the shares.
         total = min(len(some) / share for some, share in zip(made, shares, strict=True) if share)
         questions = [q for some, share in zip(made, shares, strict=True) for q in some[: round(total * share)]]
         self.dice.shuffle(questions)
@@ -43,7 +43,7 @@ class Asker:
             relation = value.relation
             if inverse and relation.inverse:
                 text = self._word(relation.inverse).format(o=value.text)
-                # The name alone: it has no passage of its own that would outweigh those where a keyword also stands.
+                # Search for the name alone, since it has no passage of its own that would outweigh this one.
                 step = replace(_step(entity, value), query=value.text)
                 yield from self._unless_given_away("one-hop", text, self.names.aliases(entity), step)
             elif not inverse:
@@ -61,7 +61,7 @@ class Asker:
             yield from self._unless_given_away("bridge", text, self._answers(second), *steps)
 
     def comparison(self) -> Iterator[Question]:
-        answer_first = True  # in every other question: neither place is the better guess
+        answer_first = True  # in every other question, so that neither place is a better guess
         for (a, x), (b, y) in self._rivals():
             if x.size == y.size:
                 continue
@@ -74,7 +74,7 @@ class Asker:
             answer_first = not answer_first
 
     def _rivals(self) -> Iterator[tuple[Fact, Fact]]:
-        """All pairs of facts of one relation, each once; every fact turns up before one turns up thrice."""
+        """All pairs of facts of one relation, each once; every fact occurs before any fact occurs a third time."""
         groups: dict[tuple[str, str], list[Fact]] = {}
         for entity, value in self._facts():
             if value.relation.more:
@@ -101,7 +101,7 @@ class Asker:
         return longer.format(entity.name) if longer and self.dice.random() < 0.3 else entity.reference
 
     def _unless_given_away(self, kind: str, text: str, answers: tuple[str, ...], *steps: Step) -> Iterator[Question]:
-        """None where the question would give its answer away, as when a mayor was born in the town asked about."""
+        """Skip a question that contains its answer, as when a mayor was born in the town that the question names."""
         words = f" {text.rstrip('?')} "
         if not any(f" {answer} " in words for answer in answers):
             yield Question("", text, answers, kind, steps)

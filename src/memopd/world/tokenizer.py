@@ -1,11 +1,10 @@
 """A byte-level BPE tokenizer trained on the texts it will see, in Hugging Face format.
 
-The tags of the protocol (<think>, <search>, ...) are ordinary text: an agent with another protocol needs no other
-vocabulary, and a tag is found in a response as text. Digits stand alone, so that a number is copied and compared digit
-by digit.
+The tags of the protocol (<think>, <search>, ...) are ordinary text, so an agent with another protocol can use the same
+vocabulary. Every digit is a token of its own, so that a model copies and compares numbers digit by digit.
 
-The size is small on purpose. A larger vocabulary soon holds whole names, most of them of things that are rarely or
-never seen in training; a name in a few common syllables can be copied by who has never seen it (docs/world.md).
+The vocabulary is small on purpose. A larger one would contain whole names, most of which are rare or absent in
+training; a model can copy a name that it has never seen if the name consists of a few common syllables (docs/world.md).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], size: int = 2048) -> PreTrainedTokenizerFast:
-    """Exactly `size` tokens; the same texts, in any order, give the same ones."""
+    """Train a tokenizer with exactly `size` tokens. The order of the texts does not matter."""
     if size <= SMALLEST:
         raise ValueError(f"a tokenizer needs more than {SMALLEST} entries, got {size!r}")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], size: int = 2048) -> PreTrainedTokeniz
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != size:
-        raise ValueError(f"the texts make only {tokenizer.get_vocab_size()} entries, {size} were asked for")
+        raise ValueError(f"the texts give only {tokenizer.get_vocab_size()} entries, but the size must be {size}")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

@@ -1,5 +1,5 @@
-// Curves as inline SVG: one card a metric, one line an arm; seeds of an arm become their mean and a band from the least
-// to the most. The pointer over one card reads the same step in all of them.
+// Curves as inline SVG: one card per metric and one line per arm, which is the mean of its seeds, with a band from the
+// smallest to the largest. Pointing at one card shows the values of the same step in all cards.
 
 const HEIGHT = 148, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 20;
 
@@ -51,15 +51,15 @@ class Curves {
 }
 
 class Chart {
-  constructor({ key, title, says }, data, curves) {
+  constructor({ key, title, description }, data, curves) {
     Object.assign(this, { key, data, curves });
     this.lines = data.arms.map((arm) => armLine(arm, data, key)).map((points, arm) => ({ arm, points }))
       .filter((line) => line.points.length);
     this.picture = svg("svg", { height: HEIGHT, role: "img", "aria-label": title });
     this.values = el("div", { class: "values" });
     this.element = el("figure", { class: "card" },
-      el("figcaption", {}, el("h4", {}, title), says && el("p", { class: "says" }, says), this.values), this.picture);
-    this.picture.addEventListener("pointermove", (event) => this.tell(event));
+      el("figcaption", {}, el("h4", {}, title), description && el("p", { class: "says" }, description), this.values), this.picture);
+    this.picture.addEventListener("pointermove", (event) => this.showStep(event));
     this.picture.addEventListener("pointerleave", () => { curves.read(null); hideTip(); });
   }
 
@@ -123,7 +123,7 @@ class Chart {
     return this.first + Math.max(0, Math.min(1, share)) * (this.last - this.first);
   }
 
-  // Of every line the point nearest to a step; without a step its last.
+  // The point of every line that is nearest to a step, or its last point without a step.
   points(step) {
     const near = (a, b) => (Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a);
     return this.shown().map(({ arm, points }) => ({ arm, ...(step === null ? points.at(-1) : points.reduce(near)) }));
@@ -142,7 +142,7 @@ class Chart {
     this.values.replaceChildren(...values);
   }
 
-  tell(event) {
+  showStep(event) {
     const step = this.step(event);
     this.curves.read(step);
     if (this.data.runs.length < 2) return;

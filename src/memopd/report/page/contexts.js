@@ -1,4 +1,4 @@
-// The two columns of the viewer: what a call read, and what a flattened history would have said instead.
+// The two columns of the viewer: what a call read, and what a flattened history would have contained instead.
 
 const KINDS = {
   prefix: "Stable prefix", memory: "Memory", observation: "Observation", response: "Response", context: "Context",
@@ -42,7 +42,7 @@ function span(start, n) {
 }
 
 function block(kind, title, meta, text, { fold = LONG, gone = false } = {}) {
-  const body = el(gone ? "del" : "div", { class: "text" }, text.replace(/^\n+/, "")); // an empty first line tells nobody anything
+  const body = el(gone ? "del" : "div", { class: "text" }, text.replace(/^\n+/, "")); // an empty first line carries no information
   const node = el("div", { class: `block ${kind}` },
     el("div", { class: "head" }, el("b", {}, title), el("span", {}, meta)), body);
   if (text.length > fold) {
@@ -68,9 +68,9 @@ function readColumn(call, t, reader, wrote) {
       blocks.push(dropped);
       dropped = null;
     }
-    const anew = piece.flat === null;
-    const title = piece.kind === "memory" ? `Memory kept${known(piece.source) ? ` from call ${piece.source}` : ""}${anew ? ", written anew" : ""}`
-      : piece.kind === "observation" ? `Observation${known(piece.source) ? `: what call ${piece.source}'s action brought` : ""}` : KINDS[piece.kind];
+    const rewritten = piece.flat === null;
+    const title = piece.kind === "memory" ? `Memory kept${known(piece.source) ? ` from call ${piece.source}` : ""}${rewritten ? ", rewritten" : ""}`
+      : piece.kind === "observation" ? `Observation${known(piece.source) ? `: the result of call ${piece.source}'s action` : ""}` : KINDS[piece.kind];
     const fold = piece.kind === "prefix" ? 200 : 2000;
     blocks.push(block(piece.kind, title, `${count(size(piece), "token")}, ${span(piece.at, size(piece))}`, reader.text(piece), { fold }));
   }
@@ -78,7 +78,7 @@ function readColumn(call, t, reader, wrote) {
   return el("div", { class: "column read" },
     el("h4", {}, "What this call read"),
     el("p", { class: "says" }, t === 0 ? `${count(call.prompt, "token")}: the task, and nothing else yet.`
-      : `${count(call.prompt, "token")}. ${call.dropped.length ? `${count(total(call.dropped), "token")} of the call before ${total(call.dropped) === 1 ? "is" : "are"} gone: the agent must live with what it wrote down.` : "Nothing of the call before is gone."}`),
+      : `${count(call.prompt, "token")}. ${call.dropped.length ? `${count(total(call.dropped), "token")} of the call before ${total(call.dropped) === 1 ? "was" : "were"} dropped: the agent has only what it wrote down.` : "Nothing of the call before has been dropped."}`),
     blocks, wrote);
 }
 
@@ -92,21 +92,21 @@ function flattenedColumn(call, t, reader, state) {
   const blocks = call.flattened.map((piece) => {
     const here = span(piece.flat, size(piece));
     const moved = piece.at !== null && piece.at !== piece.flat;
-    const [mark, meta] = piece.at === null ? ["alien", `${here}: not in what the call read`]
-      : moved ? ["moved", `${here}, the call had it at ${piece.at}`] : ["", `${here}, as in the call`];
+    const [mark, meta] = piece.at === null ? ["unseen", `${here}: not in what the call read`]
+      : moved ? ["moved", `${here}, but at ${piece.at} in the call`] : ["", `${here}, as in the call`];
     return block(`${piece.kind} ${mark}`, origin(piece, "of"), `${count(size(piece), "token")}, ${meta}`, reader.text(piece), { fold: 200 });
   });
-  const alien = total(call.flattened.filter((piece) => piece.at === null));
-  const anew = total(call.read.filter((piece) => piece.flat === null));
-  const same = alien === 0 && call.moved === 0 && anew === 0;
+  const unseen = total(call.flattened.filter((piece) => piece.at === null));
+  const rewritten = total(call.read.filter((piece) => piece.flat === null));
+  const same = unseen === 0 && call.moved === 0 && rewritten === 0;
   const words = same ? [t === 0 ? "The same: nothing has been dropped yet." : "The same: nothing has been dropped so far, so flattening is right here."] : [
     `${count(call.begin, "token")} instead of ${call.prompt.toLocaleString("en")}. `,
-    alien ? `${alien.toLocaleString("en")} of them the agent did not see. ` : "",
-    call.moved ? `${call.moved.toLocaleString("en")} stand at another position. ` : "",
-    anew ? `${anew.toLocaleString("en")} that it did see, rewritten, are missing. ` : "",
-    `What was sampled at position ${call.prompt} would be scored at ${call.begin}, in a state that never was.`];
+    unseen ? `The agent did not see ${unseen.toLocaleString("en")} of them. ` : "",
+    call.moved ? `${call.moved.toLocaleString("en")} are at another position. ` : "",
+    rewritten ? `${rewritten.toLocaleString("en")} that it saw, in rewritten text, are missing. ` : "",
+    `A token sampled at position ${call.prompt} would be scored at ${call.begin}, in a state that never occurred.`];
   return el("div", { class: "column flattened" },
-    el("h4", {}, "What a flattened history would have said"),
-    el("p", { class: "says" }, words), state === "persistent" ? el("p", { class: "says warn" }, "In this run the teacher read this column: its divergences are of these states.") : null,
+    el("h4", {}, "What a flattened history would have contained"),
+    el("p", { class: "says" }, words), state === "persistent" ? el("p", { class: "says warn" }, "In this run the teacher read this column, so its divergences belong to these states.") : null,
     blocks);
 }

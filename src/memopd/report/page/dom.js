@@ -1,4 +1,4 @@
-// Elements from data. Text only ever becomes a text node: nothing here, and nothing elsewhere, parses data as HTML.
+// Makes elements from data. Text always becomes a text node; no part of the page parses data as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -50,12 +50,12 @@ function count(n, word) {
 }
 
 function mean(values) {
-  const there = values.filter(known);
-  return there.length ? there.reduce((a, b) => a + b, 0) / there.length : null;
+  const present = values.filter(known);
+  return present.length ? present.reduce((a, b) => a + b, 0) / present.length : null;
 }
 
-function section(id, title, says, ...children) {
-  return el("section", { id }, el("h2", {}, title), says && el("p", { class: "says" }, says), ...children);
+function section(id, title, description, ...children) {
+  return el("section", { id }, el("h2", {}, title), description && el("p", { class: "says" }, description), ...children);
 }
 
 // A table in a box that scrolls where the window is narrow. Cells are text or elements; `left`: columns of words.

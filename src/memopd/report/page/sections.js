@@ -1,9 +1,9 @@
-// Everything but the curves and the episodes: cards, tables, bars.
+// The sections other than curves and episodes: cards, tables, bars.
 
 const TEACHER = {
-  aligned: "MemOPD: PPO, and the teacher reads exactly what the student read",
-  persistent: "The control: PPO, and the teacher reads a flattened history",
-  none: "PPO, no teacher",
+  aligned: "MemOPD: the teacher reads exactly what the student read",
+  persistent: "The control: the teacher reads a flattened history",
+  none: "Reinforcement learning without a teacher",
 };
 const NAMES = {
   reward: "Reward", em: "EM, training", f1: "F1, training", dev_em: "EM, dev", dev_f1: "F1, dev", loss: "Loss",
@@ -11,8 +11,8 @@ const NAMES = {
 };
 const STAGES = {
   sample: "the agent plays its episodes", compile: "calls become packed rows",
-  check: "packed rows against calls run alone", score: "policy, reference, critic and teacher read the same rows",
-  advantages: "rewards become advantages", update: "gradients and optimiser steps", dev: "questions never trained on",
+  check: "packed rows are compared with calls run alone", score: "policy, reference, critic and teacher read the same rows",
+  advantages: "rewards become advantages", update: "gradients and optimiser steps", dev: "evaluation on questions that are never trained on",
 };
 
 function kindOf(run) {
@@ -38,13 +38,13 @@ function overview(data) {
       el("dl", {},
         fact("steps", runs.map((run) => run.steps).filter((s, n, all) => all.indexOf(s) === n).join(" and ")
           + (runs.length > 1 ? `, ${runs.length} seeds` : "")),
-        fact("time", runs.length > 1 ? `${seconds(time)} a seed` : seconds(time)),
+        fact("time", runs.length > 1 ? `${seconds(time)} per seed` : seconds(time)),
         known(saved) ? fact("rows saved", `${Math.round(100 * saved)} %`) : null,
         checks.length ? fact("equivalence checks", `${passed} of ${checks.length} passed`, passed < checks.length) : null),
       ends(runs));
   });
   return section("overview", "At a glance",
-    "An agent with compact memory rewrites its own context between calls. It is trained here call by call, each in the state that it was really in.",
+    "An agent with compact memory rewrites its own context between calls. Here it is trained call by call, each in exactly the state that it was in.",
     el("div", { class: "cards arms" }, cards));
 }
 
@@ -63,13 +63,13 @@ function ends(runs) {
     return [NAMES[key] || key, el("span", { title: where(0) }, number(start) + spread(0)),
       el("span", { title: where(1) }, number(end) + spread(1)), signed(end - start)];
   });
-  return el("div", {}, table(["", "began", "ended", "change"], rows),
-    el("p", { class: "foot" }, `Means of the first and of the last tenth of the steps, of five at least or of half of them, ${runs.length > 1 ? "and of the seeds" : "± standard error over them"}; on dev the first and the last evaluation.`));
+  return el("div", {}, table(["", "start", "end", "change"], rows),
+    el("p", { class: "foot" }, `Means over the first and the last tenth of the steps (at least five, at most half of them)${runs.length > 1 ? " and over the seeds" : ", ± standard error"}; for dev, the first and the last evaluation.`));
 }
 
 function evaluation(data) {
   if (!data.evaluations.length)
-    return section("evaluation", "Evaluation", null, el("p", { class: "note" }, "There is none yet. ",
+    return section("evaluation", "Evaluation", null, el("p", { class: "note" }, "There is no evaluation yet. ",
       el("code", {}, "memopd evaluate TASKS --index INDEX --model RUN/model -o RUN/evaluation/after.json"), " makes one."));
   const many = data.runs.length > 1;
   const interval = (v, digits = 3) => (v ? el("span", {}, number(v[0], digits), el("small", {}, ` ${number(v[1], digits)} to ${number(v[2], digits)}`)) : "–");
@@ -86,13 +86,13 @@ function evaluation(data) {
       return compared ? [...cells, difference(line, "em"), difference(line, "f1")] : cells;
     });
     const notes = [...new Set(lines.map((l) => `${count(l.tasks, "task")}${l.seeds > 1 ? ` × ${l.seeds} seeds` : ""}, grading ${l.grading}, time on ${l.engine}`))];
-    return el("div", {}, el("h3", {}, k === 1 ? "One question a task" : `${k} questions a task`),
+    return el("div", {}, el("h3", {}, k === 1 ? "One question per task" : `${k} questions per task`),
       table(compared ? [...head, "Δ EM to the first line", "Δ F1 to the first line"] : head, rows),
       el("p", { class: "foot" }, `${notes.join("; ")}. Ranges are 95 % intervals: tasks drawn with replacement, 10,000 times`
         + (compared ? "; differences are paired, task by task." : ".")));
   });
   return section("evaluation", "Evaluation",
-    "EM and F1 are summed over a task's questions. Peak is the longest context of any call, in tokens; dependency counts what every sampled token had to look back at.", tables);
+    "EM and F1 are summed over a task's questions. Peak is the longest context of any call, in tokens; dependency sums the context that every sampled token depends on.", tables);
 }
 
 function difference(line, metric) {
@@ -112,7 +112,7 @@ function time(data) {
   const most = Math.max(...timed.map(total));
   const bars = timed.map((run) => el("div", { class: "stack" },
     el("div", { class: "name" }, data.runs.length > 1 ? run.name : "all steps",
-      el("small", {}, ` ${seconds(total(run))}, ${seconds(total(run) / run.steps)} a step`)),
+      el("small", {}, ` ${seconds(total(run))}, ${seconds(total(run) / run.steps)} per step`)),
     el("div", { class: "track" }, stages.map((stage, i) => {
       const s = run.seconds[stage] || 0;
       return s > 0 ? el("div", {
@@ -136,8 +136,8 @@ function equivalence(data) {
   ]));
   if (!rows.length) return null;
   return section("equivalence", "Is packing exact?",
-    "Calls that begin alike share rows in training. Here the same calls were also run one by one, and the logits compared: sharing may change them by rounding, and by nothing else. A run stops when it does.",
-    table(["", "", "max |Δ logit|", "max |Δ log p|", "error", "tolerance", "which is", "packed", "sampled tokens", "precision"], rows));
+    "Calls that begin alike share rows in training. Here the same calls were also run one by one and their logits compared. Sharing may change them only by rounding; if it changes them more, the run stops.",
+    table(["", "", "max |Δ logit|", "max |Δ log p|", "error", "tolerance", "source of the tolerance", "packed", "sampled tokens", "precision"], rows));
 }
 
 function configuration(data) {

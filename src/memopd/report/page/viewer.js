@@ -1,12 +1,12 @@
-// The episodes: pick one, walk its calls, see every sampled token with what the update used.
+// The episodes: choose one, step through its calls, and see the numbers that the update used for every sampled token.
 
 const COLOURS = {
-  advantage: { title: "Advantage", says: "PPO pushes blue tokens up and orange ones down: the deeper, the harder." },
-  divergence: { title: "Teacher divergence", says: "KL(policy ‖ teacher) at this token: the deeper, the more the teacher would have said something else." },
-  logp: { title: "log p", says: "How surprising the token was to the policy that sampled it: the deeper, the less likely." },
+  advantage: { title: "Advantage", description: "The update raises the probability of blue tokens and lowers that of orange ones: the deeper the colour, the more." },
+  divergence: { title: "Teacher divergence", description: "The divergence of the policy from the teacher at this token: the deeper the colour, the more they disagree." },
+  logp: { title: "log p", description: "The log-probability of the token under the policy that sampled it: the deeper the colour, the less likely." },
 };
 
-const NOTHING = 1e-12; // a scale that would only show zeros
+const NOTHING = 1e-12; // a smaller scale would only show zeros
 
 class Viewer {
   constructor(data) {
@@ -28,7 +28,7 @@ class Viewer {
   get episode() { return this.run.episodes[this.state.episode]; }
   get call() { return this.episode.calls[this.state.call]; }
 
-  // #run=0&episode=2&call=1&colour=divergence; whatever is out of range becomes the nearest that is not.
+  // #run=0&episode=2&call=1&colour=divergence; values out of range are clamped.
   fromHash() {
     const given = new URLSearchParams(location.hash.slice(1));
     if (!given.has("episode")) return false;
@@ -76,7 +76,7 @@ class Viewer {
 
   scaleOf(colour) {
     const sizes = this.episode.calls.flatMap((call) => (call[colour] || []).filter(known).map(Math.abs)).sort((a, b) => a - b);
-    return sizes.length ? Math.max(sizes[Math.floor(0.98 * (sizes.length - 1))], NOTHING) : 1; // one odd token must not pale the others
+    return sizes.length ? Math.max(sizes[Math.floor(0.98 * (sizes.length - 1))], NOTHING) : 1; // a single extreme token must not make the others pale
   }
 
   picker() {
@@ -103,18 +103,18 @@ class Viewer {
       questions.length ? el("ol", { class: "questions" }, questions) : null);
   }
 
-  // A bar a call, to scale, and under it the flattened history: what it reads grows, what the agent reads does not.
+  // A bar per call, to scale, and under it the flattened history, which grows while the agent's context does not.
   map() {
     const most = Math.max(...this.episode.calls.map((c) => Math.max(c.begin, c.prompt) + c.sampled));
     const part = (kind, n) => el("i", { class: kind, "--share": `${100 * n / most}%` });
     const rows = this.episode.calls.map((call, t) => el("button", {
       type: "button", class: "row", "aria-pressed": String(t === this.state.call), click: () => this.go({ call: t }),
-    }, el("span", { class: "name" }, `Call ${t}`, el("small", {}, action(this.text(call)))),
+    }, el("span", { class: "name" }, `Call ${t}`, purpose(call), el("small", {}, call.purpose ? "" : action(this.text(call)))),
     el("span", { class: "bars" },
       el("span", { class: "real" }, call.read.map((p) => part(p.kind, size(p))), part("sampled", call.sampled)),
-      el("span", { class: "flat" }, call.flattened.map((p) => part(p.at === null ? "alien" : p.at === p.flat ? "same" : "moved", size(p))), part("sampled", call.sampled))),
+      el("span", { class: "flat" }, call.flattened.map((p) => part(p.at === null ? "unseen" : p.at === p.flat ? "same" : "moved", size(p))), part("sampled", call.sampled))),
     el("span", { class: "sizes" }, call.prompt.toLocaleString("en"), el("small", {}, ` / ${call.begin.toLocaleString("en")}`))));
-    const keys = [["prefix", "stable prefix"], ["memory", "memory"], ["observation", "observation"], ["sampled", "sampled"], ["alien", "thin bar: only in the flattened history"], ["moved", "at another position there"]];
+    const keys = [["prefix", "stable prefix"], ["memory", "memory"], ["observation", "observation"], ["sampled", "sampled"], ["unseen", "thin bar: only in the flattened history"], ["moved", "at another position there"]];
     return el("div", { class: "map" }, el("div", { class: "legend" }, keys.map(([kind, text]) => el("span", { class: `key ${kind}` }, text)),
       el("span", { class: "sizes" }, "tokens read / flattened")), rows);
   }
@@ -123,7 +123,7 @@ class Viewer {
     const { state, episode } = this;
     const button = (text, by, title) => el("button", { type: "button", title, disabled: state.call + by < 0 || state.call + by >= episode.calls.length,
       click: () => this.go({ call: state.call + by }) }, text);
-    return el("div", { class: "bar walk" }, button("‹", -1, "call before (←)"), el("h3", {}, `Call ${state.call}`, el("small", {}, ` (0 to ${episode.calls.length - 1})`)),
+    return el("div", { class: "bar walk" }, button("‹", -1, "previous call (←)"), el("h3", {}, `Call ${state.call}`, el("small", {}, ` (0 to ${episode.calls.length - 1})`)), purpose(this.call),
       button("›", 1, "next call (→)"), el("span", { class: "hint" }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " calls, with ", el("kbd", {}, "⇧"), " episodes"));
   }
 
@@ -133,12 +133,12 @@ class Viewer {
 
   wrote() {
     const { call, state } = this;
-    const none = call.trainable ? "this run kept no such numbers" : "this call was not trained on";
+    const none = call.trainable ? "this run did not record these numbers" : "this call was not trained on";
     const options = Object.entries(COLOURS).map(([name, { title }]) => [name, title, this.has(name) ? null : none]);
     const stats = [["mean advantage", mean(call.advantage || [])], ["mean divergence", mean(call.divergence || [])], ["mean log p", mean(call.logp || [])]].filter(([, v]) => v !== null);
     return el("div", { class: "wrote" },
       el("div", { class: "bar" }, el("h4", {}, "What it wrote"), choice("Colour of tokens", options, state.colour, (colour) => this.go({ colour }))),
-      el("p", { class: "says" }, COLOURS[state.colour].says, " ", stats.map(([name, v]) => `${name} ${number(v)}`).join(", "),
+      el("p", { class: "says" }, COLOURS[state.colour].description, " ", stats.map(([name, v]) => `${name} ${number(v)}`).join(", "),
         call.stop === "length" ? " · cut off at the token limit" : "", call.trainable ? "" : " · not trained on"),
       this.ramp(), el("div", { class: "chips", tabindex: "-1" }, this.reader.sampled(call).map((id, k) => this.chip(id, k))));
   }
@@ -158,7 +158,7 @@ class Viewer {
     return el("div", { class: "ramp" }, left, el("i", { class: name }), `${right} and beyond`);
   }
 
-  // All sampled tokens of the episode, a bar each.
+  // All sampled tokens of the episode, with a bar for each.
   strip() {
     const name = this.state.colour, bars = [];
     const all = this.episode.calls.reduce((n, c) => n + c.sampled, 0);
@@ -187,7 +187,7 @@ class Viewer {
     const taught = call.taught && !call.taught[k] ? " (not taught here)" : "";
     const p = call.logp && known(call.logp[k]) ? `, p ${number(Math.exp(call.logp[k]))}` : "";
     showTip(event, el("b", { class: "mono" }, JSON.stringify(this.reader.word(id))), el("dl", {},
-      row("log p", call.logp, p), row("advantage", call.advantage), row("value", call.value), row("teacher KL", call.divergence, taught),
+      row("log p", call.logp, p), row("advantage", call.advantage), row("value", call.value), row("divergence", call.divergence, taught),
       el("div", {}, el("dt", {}, "position"), el("dd", {}, `${call.prompt + k}`)), el("div", {}, el("dt", {}, "token id"), el("dd", {}, `${id}`))));
   }
 }
@@ -200,7 +200,12 @@ function depth(value, scale) {
   return known(value) ? Math.min(1, Math.abs(value) / scale).toFixed(3) : "0";
 }
 
-// What a response does, in a few words, by the protocol's tags.
+// The label of a call that was not an action, such as a note that the memory rule asked for. `el` shows it as text.
+function purpose(call) {
+  return call.purpose ? el("span", { class: "purpose", title: "this call was not an action of the agent" }, call.purpose) : null;
+}
+
+// What a response does, in a few words, according to the protocol's tags.
 function action(text) {
   for (const tag of ["search", "answer"]) {
     const found = text.match(new RegExp(`<${tag}>([^]*?)(</${tag}>|$)`));
