@@ -1,4 +1,4 @@
-"""The five types everything else passes along: what was asked, what was sampled, in what order.
+"""The five types that every other module uses: what a model was asked, what it sampled, and in what order.
 
     Episode ── calls ──> Call ── prompt      z_t, every input id, in order
        │                  │  └── completion  a_t, the ids as sampled
@@ -6,8 +6,8 @@
        │                  └── stop ──────> StopReason
        └── sampling ──> Sampling
 
-Token ids in, token ids out: no type here holds text that would have to be encoded again. Values are
-checked where they enter, so the rest of the code may trust them. Only NumPy is imported.
+Token ids in, token ids out: no type here holds text that would have to be encoded again. The constructors
+check all values, so the rest of the code may trust them. The module imports only NumPy.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class StopReason(StrEnum):
 
     STOP = "stop"  # a stop string or the end-of-sequence token
     LENGTH = "length"  # the token limit
-    ABORTED = "aborted"  # the client hung up or the engine failed: kept, never trained on (see Call.trainable)
+    ABORTED = "aborted"  # the client disconnected or the engine failed: recorded, never trained on (Call.trainable)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution the completions were drawn from.
+    """The distribution from which the completions were sampled.
 
     >>> Sampling(temperature=0.7).temperature
     0.7
@@ -44,7 +44,7 @@ class Sampling:
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all of the vocabulary
+    top_k: int = 0  # 0: the whole vocabulary
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where prompt[start:stop] came from. Only the flattened controls and the report read it.
+    """The origin of prompt[start:stop]. Only the flattened controls and the report read it.
 
     >>> Segment("memory", start=350, stop=430, source=0)  # retained from call 0
     Segment(kind='memory', start=350, stop=430, source=0)
@@ -69,7 +69,7 @@ class Segment:
     kind: str  # "prefix" (q), "memory" (retained), "observation" (new)
     start: int
     stop: int
-    source: int | None = None  # the call that sampled a memory, or whose action brought an observation
+    source: int | None = None  # the call that sampled the memory, or whose action led to the observation
 
     def __post_init__(self) -> None:
         if self.kind not in ("prefix", "memory", "observation"):
@@ -89,14 +89,14 @@ class Call:
 
     prompt: Ids  # [|z_t|], never empty
     completion: Ids  # [|a_t|], never empty
-    logprobs: Floats | None = None  # [|a_t|], of the distribution sampled from
+    logprobs: Floats | None = None  # [|a_t|], under the sampling distribution
     stop: StopReason | None = None
     reward: float = 0.0  # r_t of equation 1
-    trainable: bool = True  # False: a helper's call, context only
+    trainable: bool = True  # False: the call gives context only, and nothing is learnt from it
     purpose: str = ""
     policy_version: int = 0
     segments: tuple[Segment, ...] = ()
-    name: str = field(default="call", repr=False)  # how errors speak of it; not part of its value
+    name: str = field(default="call", repr=False)  # its name in error messages; not part of its value
 
     def __post_init__(self) -> None:
         prompt = _ids(self.prompt, self.name, "prompt")
@@ -122,7 +122,7 @@ class Call:
 
     @property
     def path(self) -> Ids:
-        """What the model reads: the prompt and every sampled token but the last, which predicts nothing."""
+        """The ids that the model reads: the prompt and every sampled token but the last, which predicts nothing."""
         return np.concatenate([self.prompt, self.completion[:-1]])
 
     def __eq__(self, other: object) -> bool:
@@ -166,19 +166,19 @@ class Episode:
 
     @property
     def actions(self) -> tuple[Call, ...]:
-        """The calls in which the agent acted. Other calls say their purpose, such as a note that the memory wrote.
+        """The calls in which the agent acted. Other calls have a purpose, such as a note that the memory rule wrote.
 
         >>> len(Episode("e0", "t", [Call([1], [2]), Call([3], [4], purpose="note"), Call([1, 4], [5])]).actions)
         2
         """
-        return tuple(call for call in self.calls if not call.purpose) or self.calls  # every call has one: all act
+        return tuple(call for call in self.calls if not call.purpose) or self.calls  # all, where every call has one
 
 
 _CALL_FIELDS = [f.name for f in fields(Call) if f.name != "name"]
 
 
 def _set(obj: object, name: str, value: object) -> None:
-    object.__setattr__(obj, name, value)  # the only door into a frozen dataclass
+    object.__setattr__(obj, name, value)  # a frozen dataclass allows no other way
 
 
 def _ids(values: Sequence[int] | Ids, name: str, which: str) -> Ids:
@@ -190,7 +190,7 @@ def _ids(values: Sequence[int] | Ids, name: str, which: str) -> Ids:
         raise ValueError(f"{name}: {which}: must be one flat list of token ids, got shape {array.shape}")
     if len(array) == 0:
         raise ValueError(f"{name}: {which}: must not be empty")
-    # A list of Python values may hide a bool or a float among the integers: NumPy would promote it.
+    # A list of Python values may contain a bool or a float among the integers, which NumPy would promote.
     mixed = not isinstance(values, np.ndarray) and any(isinstance(v, bool | np.bool_) for v in values)
     if array.dtype.kind not in "iu" or mixed:
         raise ValueError(f"{name}: {which}: token ids must be integers, got {_culprit(values)!r}")
@@ -216,7 +216,7 @@ def _logprobs(values: Sequence[float] | Floats, length: int, name: str) -> Float
 
 
 def _frozen(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
-    """A read-only copy, unless it is one already: nobody may change a recorded call from outside."""
+    """A read-only copy, unless the array is read-only already, so that no caller can change a recorded call."""
     if array.dtype == dtype and not array.flags.writeable and array.flags.c_contiguous:
         return array
     array = np.array(array, dtype=dtype)
@@ -231,7 +231,7 @@ def _finite(value: object) -> bool:
 def _culprit(values: Any) -> Any:
     integers = int | np.integer
     wrong = [v for v in values if not isinstance(v, integers) or isinstance(v, bool | np.bool_)]
-    return wrong[0] if wrong else max(values)  # no machine integer
+    return wrong[0] if wrong else max(values)  # an integer too large for NumPy
 
 
 def _same(a: object, b: object) -> bool:

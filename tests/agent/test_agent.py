@@ -286,6 +286,24 @@ def test_a_question_says_its_purpose():
         Ask("what?", purpose="")
 
 
+@pytest.mark.parametrize("prompt", [[5, 6, 7], ["text"]])
+def test_a_question_is_text_an_array_or_pieces(prompt):
+    with pytest.raises(ValueError, match=r"Ask\.prompt must be text, a NumPy array of token ids, or pieces"):
+        Ask(prompt)
+
+
+def test_an_agent_needs_room_for_an_episode():
+    with pytest.raises(ValueError, match=r"Agent\.batch must be 1 or more, got 0"):
+        agent(batch=0)
+
+
+def test_a_call_that_the_engine_ended_before_its_first_token_names_the_cause():
+    nothing = Completion(np.empty(0, np.int32), np.empty(0), StopReason.ABORTED)
+    engine = SimpleNamespace(generate=lambda requests: [nothing for _ in requests])
+    with pytest.raises(ValueError, match=r"episode 't0': call 0: the engine ended it \(aborted\) before its first"):
+        list(agent(engine=engine).play(tasks(2)))
+
+
 def test_what_reads_episodes_copes_with_the_memorys_calls(tmp_path):
     """The store, the compiler, the flattened control, the report and the measures."""
     [task] = tasks(4)

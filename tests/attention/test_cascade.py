@@ -106,7 +106,7 @@ def test_layout_is_chosen_by_the_shape_of_the_trie():
     thin = compile_calls([Call([*range(4000), i, i, i], [0]) for i in range(512)])
     layout, why = choose_layout(nodes_of(thin.exit))
     assert layout == "levels"
-    assert "ms a layer" in why
+    assert "ms per layer" in why
 
 
 def test_soft_caps_are_refused_with_the_alternative():

@@ -36,7 +36,7 @@ def test_a_png(tmp_path):
     image = imread(output)[..., :3]
     grey = np.isclose(image, 0.55, atol=0.01).all(-1)
     assert grey.sum() > 1_000  # shared rows
-    assert (image.max(-1) - image.min(-1) > 0.3).sum() > 1_000  # one call's own
+    assert (image.max(-1) - image.min(-1) > 0.3).sum() > 1_000  # rows of one call
 
 
 @pytest.mark.parametrize(("suffix", "signature"), [(".svg", b"<?xml"), (".pdf", b"%PDF")])

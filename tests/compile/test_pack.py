@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopd.attention.dense import visible
-from memopd.compile import Packed, compile_calls, fill, trie
+from memopd.compile import Packed, compile_calls, fill, trie, unshared
 from memopd.types import Call
 from memopd.verify.structure import structural_problems
 
@@ -292,3 +292,17 @@ def test_append_only_context_costs_each_token_once():
     assert packed.exit.tolist() == [len(packed)] * len(packed)
     starts = list(accumulate(lengths + 1, initial=0))[:-1]
     assert packed.decisions.row.tolist() == [s + k for s, n in zip(starts, lengths, strict=True) for k in range(n)]
+
+
+def test_unshared_calls_are_whole_and_keep_their_order():
+    calls = [Call([1, 2], [3, 4]), Call([1, 2], [5]), Call([9], [9], trainable=False), Call([1, 2], [3])]
+    packs = unshared(calls, budget=5)
+    assert [p.tokens.tolist() for p in packs] == [[1, 2, 3, 1, 2], [1, 2]]
+    assert [p.decisions.call.tolist() for p in packs] == [[0, 0, 1], [3]]
+    assert structural_problems(packs, calls) == []
+    assert structural_problems(packs[:1], calls) != []
+
+
+def test_unshared_names_the_mistake_when_no_call_is_trainable():
+    with pytest.raises(ValueError, match="no trainable call"):
+        unshared([Call([1], [2], trainable=False)], budget=5)

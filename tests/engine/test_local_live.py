@@ -160,7 +160,7 @@ def test_a_failing_pass_reaches_everybody_who_waits(model, monkeypatch):
 
 def test_a_thread_that_dies_tells_everybody(model, monkeypatch):
     one = engine(model)
-    monkeypatch.setattr(one, "_notice_new_weights", lambda: 1 / 0)
+    monkeypatch.setattr(one, "_check_weights", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         one.generate([long()] * 3)
     monkeypatch.undo()

@@ -659,14 +659,14 @@ def test_the_verb_passes_on_what_follows_the_dashes(monkeypatch, tmp_path):
 
     app = typer.Typer()
     policy.register(app)
-    became = []
+    started = []
     monkeypatch.setattr(start, "find_vllm", lambda python: Interpreter("py", on_cpu=False))
-    monkeypatch.setattr(start, "become", lambda line, environment: became.append(line))
+    monkeypatch.setattr(start, "exec_server", lambda line, environment: started.append(line))
     refused = CliRunner().invoke(app, [str(tmp_path)])
     assert isinstance(refused.exception, ValueError)
     assert "no config.json" in str(refused.exception)
     (tmp_path / "config.json").write_text("{}")
     result = CliRunner().invoke(app, [str(tmp_path), "--port", "8009", "--", "--max-num-seqs", "64"])
     assert result.exit_code == 0, result.output
-    assert became[0][-2:] == ["--max-num-seqs", "64"]
-    assert "--port 8009 --dtype auto" in " ".join(became[0])
+    assert started[0][-2:] == ["--max-num-seqs", "64"]
+    assert "--port 8009 --dtype auto" in " ".join(started[0])

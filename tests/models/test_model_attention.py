@@ -85,7 +85,7 @@ def test_dropout(packed, monkeypatch):
 
 
 def test_a_tensor_that_layers_pass_on_and_we_do_not_know(memopd_llama, packed):
-    with pytest.raises(ValueError, match="LlamaAttention hands bias to its attention, which memopd does not know"):
+    with pytest.raises(ValueError, match="LlamaAttention passes bias to its attention, which memopd does not support"):
         memopd_llama(**rows_of(packed), bias=torch.zeros(1), memopd_scheme=make_plan(packed, "dense", memopd_llama))
 
 

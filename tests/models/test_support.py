@@ -33,6 +33,14 @@ def test_an_unknown_type_of_layer_is_not_shared():
     assert sharing(model) == Sharing(False, "Qwen3ForCausalLM has layers of type chunked_attention")
 
 
+def test_a_model_whose_attention_is_not_found_is_not_shared():
+    """The checks of its source code have nothing to read, and must not pass for that."""
+    model = tiny_model("mistral (sliding window)")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Mixer", (type(layer.self_attn),), {})
+    assert sharing(model) == Sharing(False, "MistralForCausalLM has no attention layers that memopd recognises")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_keeps_soft_caps_and_sinks(family):
     expected = "eager" if family.startswith(("gemma2", "gpt-oss", "mamba2", "bloom")) else "sdpa"
@@ -123,7 +131,7 @@ def test_a_window_that_lives_in_the_mask_alone_is_not_shared():
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     model.set_experts_implementation("eager")
     verdict = sharing(model)
-    assert (verdict.shared, "sliding window in the mask alone" in verdict.reason) == (False, True)
+    assert (verdict.shared, "sliding window only through the mask" in verdict.reason) == (False, True)
     report = equivalence(model, mem1_calls(0), "dense")
     assert report.passed
     assert not report.shared

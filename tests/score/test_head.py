@@ -71,7 +71,7 @@ def test_a_model_that_does_more_to_its_logits_is_refused(after, dtype):
         return out
 
     model.forward = altered
-    message = r"LlamaForCausalLM does more to its logits than memopd\.score\.head knows of \(off by "
+    message = r"LlamaForCausalLM does more to its logits than memopd\.score\.head supports \(off by "
     for _ in range(2):  # not remembered as good
         with pytest.raises(ValueError, match=message):
             head_of(model)

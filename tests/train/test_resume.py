@@ -107,7 +107,7 @@ def test_a_finished_run_can_be_resumed_and_stays_as_it_is(tmp_path):
 
 def test_refusals(tmp_path):
     whole, _ = undisturbed()
-    assert "exists already; --resume goes on with it" in train(whole).end().line()
+    assert "exists already; continue it with --resume" in train(whole).end().line()
     changed = train(whole, "--resume", "--optimise.lr", "2e-3", "--teacher.mask", "think").end().line()
     assert "other settings: optimise.lr was 0.001, is 0.002; teacher.mask was 'all', is 'think'" in changed
     assert "there is no run to resume" in train(tmp_path / "nothing", "--resume").end().line()

@@ -77,7 +77,7 @@ def sampler(tmp_path):
 
 def test_a_task_that_does_not_fit_is_named_before_the_first_step(sampler):
     with pytest.raises(
-        ValueError, match=r"task '.*': what it asks has \d+ tokens, and tasks.max_context is 64: raise it"
+        ValueError, match=r"task '.*': its prompt has \d+ tokens, and tasks.max_context is 64: raise it"
     ):
         sampler(**{"tasks.max_context": "64"})
 

@@ -10,7 +10,7 @@ from memopd.config import OptimiseConfig
 from memopd.train.algorithms import Credit, algorithm_of
 from memopd.train.batch import mini_batch
 from memopd.train.scoring import Scored
-from memopd.train.terms import gathered, make_terms
+from memopd.train.terms import experience_of, make_terms
 from memopd.types import Call, Episode
 
 # Episode a: calls of two tokens (r_0 = 1/2) and of one; it earns 2. Episode b: one call of two tokens; it earns 1.
@@ -93,7 +93,7 @@ def test_the_spread_of_advantages_is_that_before_whitening():
 
 def test_what_an_algorithm_is_given():
     """Episodes and calls are counted on over mini-batches; rewards are where they were earned."""
-    given = gathered(*two_mini_batches())
+    given = experience_of(*two_mini_batches())
     assert given.episode.tolist() == [0, 0, 0, 1, 1]
     assert given.call.tolist() == [0, 0, 1, 2, 2]
     assert given.group.tolist() == [0, 0]
@@ -122,6 +122,12 @@ class Returns:
             r"one target per sampled token, shape \[5\], got \[5, 1\]",
         ),
         (Returns(Credit(torch.zeros(5)), needs_critic=True), "must give the critic's targets"),
+        (Returns(Credit(np.zeros(5))), r"must give advantage as a torch\.Tensor, got ndarray"),
+        (Returns(Credit([0.0] * 5)), r"must give advantage as a torch\.Tensor, got list"),
+        (
+            Returns(Credit(torch.zeros(5), metrics={"mine": torch.ones(())})),
+            "metrics as numbers, got Tensor for 'mine'",
+        ),
     ],
 )
 def test_a_wrong_credit_is_named(algorithm, message):

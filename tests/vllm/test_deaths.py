@@ -9,7 +9,7 @@ import pytest
 from real_vllm import free_port, make_model, scorer, serving, wait_until_up
 
 from memopd.engine import Request
-from memopd.engine.vllm import weights as weighing
+from memopd.engine.vllm import weights as weight_updates
 from memopd.engine.vllm.engine import StaleWeights, VllmEngine
 from memopd.types import Sampling
 
@@ -68,7 +68,7 @@ def test_a_server_killed_during_a_rollout_loses_and_doubles_nothing(first, secon
 
         together = [recorded[turns[0].episode, t] for turns in episodes for t in range(4)]
         pairs = [(r.prompt, c.tokens) for r, c in zip([r for turns in episodes for r in turns], together, strict=True)]
-        assert weighing.gap(scorer(model)(pairs, 1.0), together) < 1e-3
+        assert weight_updates.gap(scorer(model)(pairs, 1.0), together) < 1e-3
         assert {c.policy_version for c in together} == {5}
         # The seed decides, not the server. Batches differ, so a draw within rounding of a boundary may flip.
         flips = sum(c.tokens.tolist() != e for c, e in zip(together, expected, strict=True))
@@ -85,7 +85,7 @@ def test_a_server_killed_during_a_rollout_loses_and_doubles_nothing(first, secon
             completions = engine.generate(requests)
             assert {c.policy_version for c in completions} == {5}
             pairs = [(r.prompt, c.tokens) for r, c in zip(requests, completions, strict=True)]
-            assert weighing.gap(scorer(model)(pairs, 1.0), completions) < 1e-3
+            assert weight_updates.gap(scorer(model)(pairs, 1.0), completions) < 1e-3
             assert "POST /inference/v1/generate" in back.log.read_text().partition("update_weight_version")[2]
             engine.close()
 

@@ -19,7 +19,7 @@ from real_vllm import PYTHON, free_port, make_model, scorer, serving, wait_until
 from benchmarks.engine import run_engine, work_of
 from memopd import compile_calls, verify
 from memopd.engine.protocol import Completion
-from memopd.engine.vllm import weights as weighing
+from memopd.engine.vllm import weights as weight_updates
 from memopd.record import read_episodes
 from memopd.retrieval import Passage, build_index, write_corpus
 from memopd.train.log import read_metrics
@@ -117,7 +117,7 @@ def test_agents_of_the_official_client_are_recorded_through_the_gateway(engine, 
     calls = [c for e in episodes.values() for c in e.calls]
     assert all(c.trainable and c.policy_version == 1 for c in calls)  # as `engine` labelled them
     said = [Completion(c.completion, c.logprobs, c.stop) for c in calls]
-    assert weighing.gap(scorer(model)([(c.prompt, c.completion) for c in calls], 1.0), said) < 1e-3
+    assert weight_updates.gap(scorer(model)([(c.prompt, c.completion) for c in calls], 1.0), said) < 1e-3
     packed = compile_calls(calls)
     assert len(packed.tokens) < sum(len(c.path) for c in calls)
     assert verify.equivalence(model, calls, attention="dense").passed

@@ -1,4 +1,4 @@
-"""How the agent acts: the MEM1 protocol, memory rules, environments, and the `Agent` that plays tasks with them."""
+"""The agent: the MEM1 protocol, memory rules, environments, and the `Agent` that plays tasks with them."""
 
 from memopd.agent.agent import Agent, repeat
 from memopd.agent.codec import Codec

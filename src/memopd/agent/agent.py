@@ -1,10 +1,10 @@
-"""The agent: an engine in an environment, with a memory rule between them. Every call is recorded as token ids.
+"""The agent connects an engine, an environment and a memory rule. It records every call as token ids.
 
     Agent(engine, environment, memory, tokenizer, sampling).play(tasks, seed)   yields episodes as they finish
 
-All live episodes go on together. Each round is one batch of actions, one step of the environment, and one update of
-the memories; a finished episode's place goes to the next task. What an episode samples depends on its own seed alone,
-not on the episodes beside it.
+All live episodes advance together. Each round is one batch of actions, one step of the environment, and one update of
+the memories; the next task replaces a finished episode. The samples of an episode depend only on its own seed, not on
+the other episodes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from memopd.types import Call, Episode, Ids, Sampling, Segment
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """An episode that is being played."""
+    """An episode in progress."""
 
     id: str
     task: Task
     prefix: Ids  # q
     seed: int
     started: float
-    stop: tuple[str, ...]  # where the next response ends
+    stop: tuple[str, ...]  # the strings that end the next response
     pieces: Sequence[Piece] = ()  # x_t
     turns: list[Turn] = field(default_factory=list)
     responses: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class _Live:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prompt:
-    """A call to be made: what it reads, and how it is recorded."""
+    """A call to make: the ids that it reads, and the fields that are recorded with it."""
 
     ids: Ids
     segments: tuple[Segment, ...]
@@ -62,19 +62,23 @@ class Agent:
     engine: Engine
     environment: Environment
     memory: Memory
-    tokenizer: Any  # Hugging Face's, of the engine's model
+    tokenizer: Any  # the Hugging Face tokenizer of the engine's model
     sampling: Sampling = field(default_factory=Sampling)
-    batch: int = 64  # episodes at once
-    max_context: int = 4096  # tokens of a prompt; an episode that needs more ends
-    rule: str = ""  # the memory rule's name, recorded
+    batch: int = 64  # episodes at the same time
+    max_context: int = 4096  # tokens per prompt; an episode that needs more ends
+    rule: str = ""  # the name of the memory rule, which is recorded
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:  # no task would ever start, and `play` would silently yield nothing
+            raise ValueError(f"Agent.batch must be 1 or more, got {self.batch!r}")
 
     def play(self, tasks: Iterable[Task | tuple[str, Task]], seed: int = 0) -> Iterator[Episode]:
-        """Episodes in the order in which they finish. A task may come with the id that its episode gets."""
+        """Yields episodes in the order in which they finish. You may pass a task with the id for its episode."""
         for episode, _ in self.graded(tasks, seed):
             yield episode
 
     def graded(self, tasks: Iterable[Task | tuple[str, Task]], seed: int = 0) -> Iterator[tuple[Episode, Outcome]]:
-        """Episodes with what the environment's `grade` says of each."""
+        """Yields episodes with the outcomes that the environment's `grade` returns for them."""
         waiting = iter(tasks)
         live: list[_Live] = []
         while True:
@@ -85,7 +89,7 @@ class Agent:
             self._observe(live)
             self._update([e for e in live if e.ended is None])
             for episode in live:
-                if not self._fits(episode):  # its context has no room for another word
+                if not self._fits(episode):  # its context leaves no room for another token
                     episode.ended = episode.ended or time.time()
                 if episode.ended is not None:
                     yield self._finished(episode, seed)
@@ -101,7 +105,7 @@ class Agent:
         return _Live(id, task, prefix, episode_seed(seed, id), time.time(), opening.stop)
 
     def _act(self, live: Sequence[_Live]) -> None:
-        """One action of every episode."""
+        """Every episode makes one action."""
         prompts = [
             _Prompt(*assemble(e.prefix, e.pieces), call_seed(e.seed, len(e.turns)), self.sampling, e.stop) for e in live
         ]
@@ -109,7 +113,7 @@ class Agent:
             episode.responses.append(codec_of(self.tokenizer).decode(call.completion))
 
     def _observe(self, live: Sequence[_Live]) -> None:
-        """One step of the environment. It searches for what the episode's memory rule makes of the keywords."""
+        """Make one step of the environment. It retrieves what the memory rule derives from the agent's keywords."""
         seen = self.environment.step([self._progress(e) for e in live])
         if len(seen) != len(live):
             raise ValueError(f"the environment's step() gave {len(seen)} observations for {len(live)} episodes")
@@ -120,8 +124,8 @@ class Agent:
             if observation.text is None:
                 episode.ended = time.time()
                 continue
-            read = codec_of(self.tokenizer).encode(observation.text)
-            episode.turns.append(Turn(episode.calls[call].completion, read, call))
+            ids = codec_of(self.tokenizer).encode(observation.text)
+            episode.turns.append(Turn(episode.calls[call].completion, ids, call))
             episode.stop = observation.stop
 
     def _progress(self, episode: _Live) -> Progress:
@@ -132,7 +136,7 @@ class Agent:
         return Progress(episode.task, responses, partial(query, responses[-1]))
 
     def _update(self, live: Sequence[_Live]) -> None:
-        """The next context of every episode. The rules that ask the model go on together, one batch per question."""
+        """Set the next context of every episode. Rules that call the model advance together, one batch per call."""
         updates: list[tuple[_Live, Update, Reply | None]] = []
         for episode in live:
             made = self.memory.context(tuple(episode.turns))
@@ -144,7 +148,7 @@ class Agent:
             asking: list[tuple[_Live, Update, Ask]] = []
             for episode, update, reply in updates:
                 try:
-                    asking.append((episode, update, update.send(reply)))  # type: ignore[arg-type]  # None begins it
+                    asking.append((episode, update, update.send(reply)))  # type: ignore[arg-type]  # None starts it
                 except StopIteration as done:
                     episode.pieces = self._pieces(done.value)
             prompts = [self._asked(episode, ask) for episode, _, ask in asking]
@@ -157,7 +161,7 @@ class Agent:
         return made
 
     def _asked(self, episode: _Live, ask: Ask) -> _Prompt:
-        """A call of the memory rule's own. Its seed has a name of its own and leaves those of the actions alone."""
+        """A call that the memory rule makes for itself. It has its own seed, and the actions keep theirs."""
         if not isinstance(ask, Ask):
             raise ValueError(f"memory {self.rule!r}: context() must yield Ask, got {type(ask).__name__}")
         turn = episode.turns[-1]
@@ -185,7 +189,7 @@ class Agent:
         return reply
 
     def _call(self, live: Sequence[_Live], prompts: Sequence[_Prompt]) -> list[Call]:
-        """One call of every episode, made together and recorded."""
+        """Make one call for every episode, in one batch, and record it."""
         requests = [
             Request(p.ids, p.seed, p.sampling, p.stop, e.id, p.purpose) for e, p in zip(live, prompts, strict=True)
         ]
@@ -207,14 +211,14 @@ class Agent:
 
 
 def repeat(tasks: Iterable[Task], samples: int = 1) -> Iterator[tuple[str, Task]]:
-    """Every task `samples` times: a group of episodes with ids of their own."""
+    """Yields every task `samples` times, with a different id for each episode of the group."""
     for task in tasks:
         for n in range(samples):
             yield (f"{task.id}/{n}" if samples > 1 else task.id), task
 
 
 def episode_seed(seed: int, id: str) -> int:
-    """63 bits that depend on the run's seed and the episode's name, and on nothing else."""
+    """63 bits that depend only on the run's seed and the episode's name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{id}".encode(), digest_size=8).digest()) >> 1
 
 
@@ -223,6 +227,9 @@ def call_seed(seed: int, turn: int) -> int:
 
 
 def _recorded(episode: _Live, prompt: _Prompt, done: Completion) -> Call:
+    name = f"episode {episode.id!r}: call {len(episode.calls)}"
+    if not len(done.tokens):  # a Call cannot be empty, and its own error would not name the cause
+        raise ValueError(f"{name}: the engine ended it ({done.stop}) before its first token: was the engine closed?")
     return Call(
         prompt.ids,
         done.tokens,
@@ -232,5 +239,5 @@ def _recorded(episode: _Live, prompt: _Prompt, done: Completion) -> Call:
         purpose=prompt.purpose,
         policy_version=done.policy_version,
         segments=prompt.segments,
-        name=f"episode {episode.id!r}: call {len(episode.calls)}",
+        name=name,
     )

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer of the model that is called."""
+"""Converts text to token ids and back, with the tokenizer of the engine's model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopd.types import Ids
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Text to ids and back, for memory rules that rewrite text."""
+    """Converts text to ids and back, for memory rules that rewrite text."""
 
     encode: Callable[[str], Ids]
     decode: Callable[[Ids], str]
@@ -31,7 +31,7 @@ def codec_of(tokenizer: Any) -> Codec:
 
 
 def prefix_of(tokenizer: Any, message: str) -> Ids:
-    """q: the chat template of the user turn, and the opening of the assistant's."""
+    """q: the chat template of the user turn, and the start of the assistant turn."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
     )
@@ -41,6 +41,6 @@ def prefix_of(tokenizer: Any, message: str) -> Ids:
 def check_fits(task: Task, prefix: Ids, limit: int, setting: str = "max_context") -> None:
     if len(prefix) >= limit:
         raise ValueError(
-            f"task {task.id!r}: what it asks has {len(prefix)} tokens, and {setting} is {limit}: raise it, or leave "
+            f"task {task.id!r}: its prompt has {len(prefix)} tokens, and {setting} is {limit}: raise it, or leave "
             "the task out"
         )

@@ -1,7 +1,8 @@
-"""Where the agent acts. An `Environment` is three methods on text; your own is one class, named `module:name`.
+"""Environments, in which the agent acts. An `Environment` has three methods on text; your own is one class, which you
+name as `module:name`.
 
-An environment reads what the agents wrote and says what they read next. Token ids, memory and recording are the
-agent's business.
+An environment reads the agents' responses and returns the text that they read next. The agent takes care of token ids,
+memory and recording.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from memopd.tasks.grading import Grading, Reward, grade, reward_of
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One live episode: its task, every response so far, and how its memory rule searches.
+    """One live episode: its task, all responses so far, and the query of its memory rule.
 
     >>> from memopd.tasks import Question
     >>> Progress(Task("t", (Question("0", "Who?", ("Ann",)),)), ("<search>Velm source</search>",)).query("Velm source")
@@ -27,48 +28,48 @@ class Progress:
 
     task: Task
     responses: tuple[str, ...]
-    query: Callable[[str], str] = str  # what to retrieve where the last response asks for these keywords
+    query: Callable[[str], str] = str  # from the keywords of the last response to the query for retrieval
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an episode reads next. No text: the episode is over."""
+    """The text that an episode reads next. Without text, the episode is over."""
 
     text: str | None
-    stop: tuple[str, ...] = ()  # where the next response ends
-    reward: float = 0.0  # r_t of the call just made
+    stop: tuple[str, ...] = ()  # the strings that end the next response
+    reward: float = 0.0  # r_t of the last call
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an episode was worth. Only the reward is learnt from; the rest is reported."""
+    """The result of an episode. Training uses only the reward; the rest is for reports."""
 
-    reward: float  # of the task, paid on the last sampled token
+    reward: float  # of the task, assigned to the last sampled token
     em: float = 0.0  # Σ over questions
     f1: float = 0.0  # Σ over questions
-    valid: bool = True  # there was an answer, in the form that was asked for
+    valid: bool = True  # the agent answered in the required form
 
 
 class Environment(Protocol):
     def start(self, task: Task) -> Observation:
-        """The user turn."""
+        """The user turn of a task."""
         ...
 
     def step(self, live: Sequence[Progress]) -> list[Observation]:
-        """All live episodes at once, so that one request serves them all."""
+        """The next observation of every live episode. All come at once, so that one request can serve all of them."""
         ...
 
     def grade(self, task: Task, responses: Sequence[str]) -> Outcome: ...
 
 
 def turns_for(k: int) -> int:
-    """Two searches per question, the answer, and one to spare: 6 for two questions, as MEM1 trains."""
+    """Two searches per question, the answer, and one spare turn: 6 for two questions, as in MEM1's training."""
     return 2 * k + 2
 
 
 @dataclass(frozen=True, slots=True)
 class SearchEnvironment:
-    """k questions over a searchable corpus, by MEM1's protocol."""
+    """k questions over a searchable corpus, with MEM1's protocol."""
 
     index: Index
     topk: int = 3
@@ -86,7 +87,7 @@ class SearchEnvironment:
         found = dict(zip(asked, self.index.search(queries, self.topk) if queries else [], strict=True))
         return [
             self._observation(p, [(h.passage.title, h.passage.text) for h in found.get(i, [])])
-            if actions[i].kind is Kind.SEARCH  # with no keywords: no results
+            if actions[i].kind is Kind.SEARCH  # a search without keywords has no results
             else Observation(None)
             for i, p in enumerate(live)
         ]

@@ -1,13 +1,13 @@
-"""Context-update rules U: what of the interaction so far the next call reads, after q.
+"""Context-update rules U select the part of the interaction so far that the next call reads, after q.
 
-A rule turns the turns so far into pieces of token ids. Retained responses are slices of the ids as sampled; an
-observation is encoded once; only `summary` and `refresh`, by their definition, encode text again.
+A rule turns the turns so far into pieces of token ids. Retained responses are slices of the ids as sampled, and an
+observation is encoded once. Only `summary` and `refresh`, by their definition, encode text again.
 
-A rule may ask the model for something of its own, such as a note. Its `context` is then a generator: it yields an
+A rule may also call the model for itself, for example to write a note. Its `context` is then a generator: it yields an
 `Ask`, gets the `Reply`, and returns the pieces. The agent makes the calls of all live episodes together and records
 each of them. A later update finds the replies in the turns (`Turn.replies`), so that a rule needs no state.
 
-A rule of your own is one class with `context`, named `module:name`; `parts.py` resolves it.
+Your own rule is one class with `context`, which you name as `module:name`; `parts.py` resolves the name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memopd.types import Ids, Segment
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A span of the next context, and where it came from."""
+    """A span of the next context, and its origin."""
 
     ids: Ids
     kind: str  # "memory" (retained) or "observation" (new)
@@ -35,26 +35,28 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """A model call that a memory rule makes for itself. It samples as the agent's own calls do.
+    """A model call that a memory rule makes for itself. It has the sampling parameters of the agent's own calls.
 
     >>> Ask("Note what matters in: the Velm is 90 km long", purpose="note", stop=("\\n",), max_tokens=64).trainable
     True
     """
 
-    prompt: str | Ids | Sequence[Piece]  # a user turn of its own; or these ids; or q and then these pieces
+    prompt: str | Ids | Sequence[Piece]  # the text of a user turn, or token ids, or pieces that follow q
     purpose: str = "memory"  # recorded with the call
     stop: tuple[str, ...] = ()
-    max_tokens: int | None = None  # at most the agent's own limit
+    max_tokens: int | None = None  # the agent's own limit applies too
     trainable: bool = True  # False: nothing is learnt from the call
 
     def __post_init__(self) -> None:
         if not self.purpose:
             raise ValueError("Ask.purpose must not be empty: calls without a purpose are the agent's actions")
+        if not (isinstance(self.prompt, str | np.ndarray) or all(isinstance(piece, Piece) for piece in self.prompt)):
+            raise ValueError("Ask.prompt must be text, a NumPy array of token ids, or pieces")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """What the model answered to an `Ask`."""
+    """The model's answer to an `Ask`."""
 
     ids: Ids  # as sampled
     text: str
@@ -64,7 +66,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One action, what it brought, and what the model answered to the rule after it."""
+    """One action, the observation after it, and the model's replies to the memory rule after that."""
 
     response: Ids  # a_t, as sampled
     observation: Ids  # o_t, encoded once
@@ -77,22 +79,22 @@ Update: TypeAlias = Generator[Ask, Reply, Sequence[Piece]]
 
 class Memory(Protocol):
     def context(self, turns: Sequence[Turn]) -> Sequence[Piece] | Update:
-        """x_{t+1} from the turns 0..t, never empty."""
+        """x_{t+1} from the turns 0..t. It must not be empty."""
         ...
 
     # def query(self, response: str, keywords: str) -> str
-    #     Optional: what to retrieve when the agent's response asks for `keywords`. Without it, the keywords.
+    #     Optional: the query for retrieval when the agent's response searches for `keywords`. Default: `keywords`.
 
 
 class Mem1:
-    """The whole last response, then the new information."""
+    """The whole last response, then the new observation."""
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
-        return [_said(turns[-1]), _new(turns)]
+        return [_response(turns[-1]), _observation(turns)]
 
 
 class FullResponse:
-    """Everything so far: the append-only history of most agents."""
+    """All turns so far: the append-only history of most agents."""
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
         return _history(turns)
@@ -100,30 +102,30 @@ class FullResponse:
 
 @dataclass(frozen=True, slots=True)
 class Suffix:
-    """The last `size` tokens of the last response, then the new information."""
+    """The last `size` tokens of the last response, then the new observation."""
 
     size: int = 64
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
-        said = _said(turns[-1])
-        return [Piece(said.ids[-self.size :], said.kind, said.source), _new(turns)]
+        last = _response(turns[-1])
+        return [Piece(last.ids[-self.size :], last.kind, last.source), _observation(turns)]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Only the summary of the last response, encoded again, then the new information."""
+    """Only the summary of the last response, encoded again, then the new observation."""
 
     codec: Codec
 
     def context(self, turns: Sequence[Turn]) -> list[Piece]:
         text = summary_of(self.codec.decode(turns[-1].response))
         ids = self.codec.encode(f"<think>{text}</think>")
-        return [Piece(ids, "memory", turns[-1].call), _new(turns)]
+        return [Piece(ids, "memory", turns[-1].call), _observation(turns)]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The last `size` responses and informations."""
+    """The last `size` responses and observations."""
 
     size: int = 2
 
@@ -133,7 +135,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """The summary, then evidence retrieved anew for it, in place of the old evidence."""
+    """The summary, then new evidence, retrieved for that summary, in place of the old evidence."""
 
     codec: Codec
 
@@ -141,13 +143,13 @@ class Refresh:
         return Summary(self.codec).context(turns)
 
     def query(self, response: str, keywords: str) -> str:
-        # The summary alone need not say what is looked for next: the agent's keywords stay in front.
+        # The summary alone may not contain what the agent searches for next, so the agent's keywords come first.
         return f"{keywords} {summary_of(response)}".strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Append, and drop the oldest tokens over `size`."""
+    """The append-only history without its oldest tokens: at most `size` tokens."""
 
     size: int = 1024
 
@@ -175,7 +177,7 @@ RULES: dict[str, Callable[..., Memory]] = {
 
 
 def named_rule(setting: str, name: str) -> tuple[Callable[..., Memory], dict[str, int]]:
-    """The class that a name stands for, and the size where the name has one: `window:3`, `my_module:LastFew:3`."""
+    """The class of a name, and the size if the name has one, as in `window:3` or `my_module:LastFew:3`."""
     rule, colon, size = name.rpartition(":")
     if not colon or (rule not in RULES and not size.isdecimal()):
         return resolve(setting, name, RULES, ("context",)), {}
@@ -188,14 +190,14 @@ def named_rule(setting: str, name: str) -> tuple[Callable[..., Memory], dict[str
 
 
 def memory_rule(name: str, codec: Codec) -> Memory:
-    """The rule called `name`, for programs that have no configuration."""
+    """The rule called `name`, for programs without a configuration."""
     part, size = named_rule("memory", name)
     rule: Memory = build("memory", name, part, {"codec": codec, **size})
     return rule
 
 
 def assemble(prefix: Ids, pieces: Sequence[Piece]) -> tuple[Ids, tuple[Segment, ...]]:
-    """z_t = [q, x_t] with the spans of its parts."""
+    """z_t = [q, x_t], and the spans of its parts."""
     segments, at = [Segment("prefix", 0, len(prefix))], len(prefix)
     for piece in pieces:
         segments.append(Segment(piece.kind, at, at + len(piece.ids), piece.source))
@@ -203,18 +205,18 @@ def assemble(prefix: Ids, pieces: Sequence[Piece]) -> tuple[Ids, tuple[Segment, 
     return np.concatenate([prefix, *(p.ids for p in pieces)]).astype(np.int32), tuple(segments)
 
 
-def _said(turn: Turn) -> Piece:
+def _response(turn: Turn) -> Piece:
     return Piece(turn.response, "memory", turn.call)
 
 
-def _new(turns: Sequence[Turn]) -> Piece:
+def _observation(turns: Sequence[Turn]) -> Piece:
     return Piece(turns[-1].observation, "observation", turns[-1].call)
 
 
 def _history(turns: Sequence[Turn]) -> list[Piece]:
-    """Responses and observations in order. An observation is new once; afterwards it is memory."""
+    """Responses and observations in order. Only the last observation is new; earlier ones count as memory."""
     pieces = []
     for turn in turns:
-        pieces.append(_said(turn))
+        pieces.append(_response(turn))
         pieces.append(Piece(turn.observation, "memory", turn.call))
-    return [*pieces[:-1], _new(turns)]
+    return [*pieces[:-1], _observation(turns)]

@@ -1,7 +1,7 @@
-"""An agent's parts from their names in the configuration: `[tasks]` environment, memory, reward and index.
+"""Builds an agent's parts from their names in the configuration: `[tasks]` environment, memory, reward and index.
 
-`check_parts` resolves every name and reports a mistake in one line; it opens nothing, so that it can run before a model
-is loaded or a server is asked. `build_parts` makes the environment and the memory rule.
+`check_parts` resolves every name and reports a mistake in one line. It opens nothing, so that it can run before any
+model is loaded or any server is contacted. `build_parts` builds the environment and the memory rule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memopd.tasks.grading import reward_of
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"search": SearchEnvironment}
 
-# What a part of each kind may ask for by the names of its parameters.
+# The parameters that the constructor of each kind of part may have.
 OFFERED = {
     "environment": ("index", "topk", "reward", "grading", "tokenizer"),
     "memory": ("codec", "tokenizer", "index"),
@@ -30,10 +30,10 @@ OFFERED = {
 @dataclass(frozen=True, slots=True)
 class _Part:
     kind: str  # "environment" or "memory"
-    setting: str  # how errors speak of it
+    setting: str  # its name in error messages
     name: str
     make: Callable[..., Any]
-    given: Mapping[str, Any]  # what its name says: the size of `window:3`
+    given: Mapping[str, Any]  # arguments from its name, such as the size of `window:3`
 
     def check(self) -> None:
         check_parameters(self.setting, self.name, self.make, (*OFFERED[self.kind], *self.given))
@@ -44,14 +44,14 @@ class _Part:
 
 
 def check_parts(tasks: TasksConfig, needs_index: bool = True, flag: str = "tasks.") -> None:
-    """Raise one line for a name that does not resolve, or resolves to the wrong thing."""
+    """Raise a one-line error for a name that does not resolve, or resolves to something else than such a part."""
     _named(tasks, bool(tasks.index) or not needs_index, flag)
 
 
 def build_parts(
     tasks: TasksConfig, tokenizer: Any, index: Index | None = None, flag: str = "tasks."
 ) -> tuple[Environment, Memory]:
-    """The environment and the memory rule. `index` is used in place of `tasks.index` where it is open already."""
+    """The environment and the memory rule. Pass `index` if it is already open; it replaces `tasks.index`."""
     parts = _named(tasks, bool(tasks.index) or index is not None, flag)
     grading: Any = tasks.grading
     offered = {

@@ -1,8 +1,8 @@
-"""MEM1's interaction in text: what the agent is told, how its responses are read, what it gets back.
+"""MEM1's interaction in text: the agent's instructions, the actions in its responses, and its observations.
 
 q      chat template of: instructions, then the questions joined by "; "
 a_t    <think> summary </think> <search> keywords </search>      or      ... <answer> a1; a2 </answer>
-o_t    <information>  how many turns are left, then the documents  </information>
+o_t    <information>  the number of turns left, then the documents  </information>
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ and </answer>, separated by semicolons, such as <answer>first; second</answer>.
 Questions: """
 
 STOPS = ("</search>", "</answer>")
-LAST_STOPS = ("</answer>",)  # on the last turn a search would find nobody to read its results
+LAST_STOPS = ("</answer>",)  # after the last turn the agent could not read the results of a search
 MAX_QUERY = 512  # characters: a runaway response is not a query
 
 
 class Kind(StrEnum):
     SEARCH = "search"
     ANSWER = "answer"
-    NONE = "none"  # neither tag closed: the episode ends without an answer
+    NONE = "none"  # neither tag is closed: the episode ends without an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ def user_message(task: Task) -> str:
 
 
 def read_action(response: str, last: bool = False) -> Action:
-    """What a response does. The first closed <search> counts, else the last closed <answer>; on the last turn
-    only an answer does. Of nested tags the innermost is meant: the last opening before the first closing."""
+    """The action in a response: the first closed <search>, or else the last closed <answer>. On the last turn only an
+    answer counts. Of nested tags we take the innermost: the last opening tag before the first closing one."""
     if not last and (query := _first(response, "search")) is not None:
         return Action(Kind.SEARCH, " ".join(query[:MAX_QUERY].split()))
     if (answer := _last(response, "answer")) is not None:
@@ -60,7 +60,7 @@ def read_action(response: str, last: bool = False) -> Action:
 
 
 def summary_of(response: str) -> str:
-    """The summary part of a response: its <think> text; where the tag is missing, what stands before the action."""
+    """The summary part of a response: its <think> text, or the text before the action if that tag is missing."""
     thought = _first(response, "think")
     if thought is None:
         cuts = [at for at in (response.find("<search>"), response.find("<answer>")) if at >= 0]
@@ -70,7 +70,7 @@ def summary_of(response: str) -> str:
 
 
 def information(documents: Iterable[tuple[str, str]], turns_left: int) -> str:
-    """o_t: the hint, then every (title, text)."""
+    """o_t: the hint about the turns left, then every (title, text)."""
     lines = [f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(documents, 1)]
     body = "\n".join([hint(turns_left), *(lines or ["No results."])])
     return f"\n<information>\n{body}\n</information>\n"
@@ -83,7 +83,7 @@ def hint(turns_left: int) -> str:
 
 
 def documents_of(text: str) -> Sequence[tuple[str, str]]:
-    """The (title, text) pairs of the last information block in a context: what the agent can read now."""
+    """The (title, text) pairs of the last information block in a context, which the agent can read now."""
     start = text.rfind("<information>")
     block = text[start:].partition("</information>")[0] if start >= 0 else ""
     found = []
@@ -95,7 +95,7 @@ def documents_of(text: str) -> Sequence[tuple[str, str]]:
 
 
 def _first(text: str, tag: str) -> str | None:
-    """Linear in the text, however many tags are left open."""
+    """The text in the first closed tag. Its time is linear in the text, even with many open tags."""
     stop = text.find(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, stop) if stop >= 0 else -1
     return text[start + len(tag) + 2 : stop] if start >= 0 else None

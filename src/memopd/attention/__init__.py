@@ -1,4 +1,4 @@
-"""Visibility to kernels: one plan per pack, served by dense, flex or cascade, or by a class of your own."""
+"""Attention kernels for packs: one plan per pack, computed by dense, flex, cascade, or a class of your own."""
 
 from memopd.attention.plan import KERNELS, check_attention, log_once, make_plan
 

@@ -1,17 +1,17 @@
-"""Trie attention from variable-length FlashAttention calls: no mask, no row computed twice, exact gradients.
+"""Trie attention by variable-length FlashAttention calls: no mask, no row computed twice, exact gradients.
 
 A *node* is a run of rows without a branch. A row sees the rows of its own node up to itself and all rows of the
-nodes above. Two layouts compute that; both are lists of passes over segments (`varlen`).
+nodes above. Two layouts compute this; both are lists of passes over segments (`varlen`).
 
     paths   one pass. Every node's rows are the queries of a segment whose keys are the whole path down to it,
             gathered: [ancestors, own rows], causal, aligned at the end. No merging; keys of a shared prefix are
             copied once per node below it (keys only: with grouped queries they are a small part of the model).
     levels  one pass per level. Pass 0: every node's own rows, causal. Pass l: all rows below a node at level l - 1
-            against that node's rows. Nothing is copied; outputs merge by their log-sum-exp in float32.
+            against that node's rows. Nothing is copied; outputs are merged by their log-sum-exp in float32.
 
-Paths win nearly everywhere. Where very many short nodes hang under a long prefix, copies and half-empty tiles cost
-more than merging does, and levels win: see `choose_layout`. On a GPU flex or a dense mask is faster still on such
-tries, and `auto` takes one of these (`plan.choose_attention`); a CPU has nothing faster than levels there.
+Paths are faster nearly everywhere. If very many short nodes are below a long prefix, copies and half-empty tiles cost
+more than merging, and levels are faster: see `choose_layout`. On a GPU, flex or a dense mask is faster still on such
+tries, and `auto` uses one of these (`plan.choose_attention`); on a CPU nothing is faster than levels there.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def nodes_of(exit: NDArray[Any]) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One call of the kernel: which rows ask, which answer (None: all of them, as they lie), in what segments."""
+    """One call of the kernel: the rows of its queries and of its keys (None: all rows, in order), and its segments."""
 
     queries: Copies | None
     keys: Copies | None
     segments: Segments
 
     def tensors(self) -> list[Tensor]:
-        """Flat, for a custom operator; `passes_of` is the way back."""
+        """A flat list, as a custom operator needs it; `passes_of` is the inverse."""
         none = (torch.empty(0, dtype=torch.int64),) * 3
         queries = none if self.queries is None else (self.queries.index, self.queries.order, self.queries.start)
         keys = none if self.keys is None else (self.keys.index, self.keys.order, self.keys.start)
@@ -117,15 +117,15 @@ def _copies(rows: Sequence[NDArray[Any]], nodes: Sequence[Node], device: torch.d
 
 # Milliseconds, forward + backward, fitted to `python -m benchmarks attention` (H200, bf16, 16 query and 2 key-value
 # heads of 128): only their proportions matter.
-TILE = 128  # queries a block of the kernel works on at once, wanted or not
+TILE = 128  # queries that a block of the kernel computes at once, whether or not all are needed
 PER_SCORE = 0.068e-6
-PER_KEY = 0.013e-3  # gathered
-PER_LEVEL = {"cuda": 0.5, "cpu": 0.23}  # on a GPU mostly launches, so it follows the host: 0.5 to 0.9 were seen
-PER_MERGE = 0.108e-3  # row that asks at a level
+PER_KEY = 0.013e-3  # per gathered key
+PER_LEVEL = {"cuda": 0.5, "cpu": 0.23}  # on a GPU mostly launches, so it depends on the host: 0.5 to 0.9 measured
+PER_MERGE = 0.108e-3  # per query row of a level
 
 
 def choose_layout(nodes: Sequence[Node], device: str = "cuda") -> tuple[str, str]:
-    """(layout, why): the one whose measured costs add up to less. With fewer launches to pay for, it fits a CPU too."""
+    """(layout, why): the layout with the lower estimated cost. With a lower cost per level, this fits a CPU too."""
     levels = max(len(n.above) for n in nodes)
     if levels == 0:
         return "paths", "no branch"
@@ -134,12 +134,12 @@ def choose_layout(nodes: Sequence[Node], device: str = "cuda") -> tuple[str, str
     per_level = PER_LEVEL.get(device, PER_LEVEL["cpu"])
     by_paths = paths_cost(nodes)
     by_levels = PER_SCORE * ((_tiles(own) + _tiles(below)) * own).sum() + per_level * levels + PER_MERGE * below.sum()
-    why = f"about {by_paths:.2g} ms a layer against {by_levels:.2g} by levels"
+    why = f"about {by_paths:.2g} ms per layer against {by_levels:.2g} by levels"
     return ("paths" if by_paths <= by_levels else "levels"), why
 
 
 def paths_cost(nodes: Sequence[Node]) -> float:
-    """Milliseconds a layer takes by paths."""
+    """The estimated milliseconds per layer by paths."""
     own = _sizes(nodes)
     path = np.array([sum(own[a] for a in n.above) for n in nodes]) + own
     return float(PER_SCORE * (_tiles(own) * path).sum() + PER_KEY * path.sum())
@@ -155,7 +155,7 @@ class CascadePlan:
         self.longest = int(packed.positions.max()) + 1
         self.layout, self.why = choose_layout(nodes, device.type) if layout is None else (layout, "asked for")
         make = {"paths": path_pass, "levels": level_passes}
-        # A window is counted along a whole path, which only one of the layouts has in one piece.
+        # A window is measured along a whole path, which only the layout "paths" has in one segment.
         needed = {self.layout, "paths"} if windowed else {self.layout}
         self.passes = {name: [t for p in make[name](nodes, device) for t in p.tensors()] for name in needed}
 
@@ -165,11 +165,11 @@ class CascadePlan:
         window = None if layer.window is None or layer.window >= self.longest else layer.window
         varlen.check_supported(query, value, window)
         passes = self.passes[self.layout if window is None else "paths"]
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d], as they lie in memory
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d], the order in memory
         return cascade(q, k, v, layer.sinks, passes, layer.scale, window or 0)[0][None]
 
 
-# Custom operators: to a compiler each is one opaque step, so that the model around them compiles in one piece.
+# Custom operators: to a compiler each is one opaque step, so that the model around them compiles as one graph.
 
 
 @torch.library.custom_op("memopd::cascade", mutates_args=())
@@ -194,7 +194,7 @@ def cascade_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None,
     passes: Sequence[Tensor], scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Every pass against the *merged* output and log-sum-exp: the parts sum to the gradient of the whole."""
+    """Every pass uses the *merged* output and log-sum-exp, so that the parts sum to the gradient of the whole."""
     dq = dk = dv = None
     for p in passes_of(passes):
         lp = lse if p.queries is None else lse[:, p.queries.index].contiguous()
@@ -209,7 +209,7 @@ def cascade_backward(
     assert dv is not None
     dsinks = lse.new_zeros(0)
     if sinks is not None:
-        share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T], what the sink takes of each row
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T], the sink's share of each row
         row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
         dsinks = -(share * row).sum(1)
     return *(x.to(y.dtype).contiguous() for x, y in ((dq, q), (dk, k), (dv, v))), dsinks  # type: ignore[return-value]
@@ -248,10 +248,10 @@ cascade.register_autograd(_gradients, setup_context=_save)
 
 
 def merge(parts: Sequence[tuple[Copies | None, Tensor, Tensor]], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs over disjoint sets of keys into one, weighted by their log-sum-exps, in at least float32.
+    """Merge outputs over disjoint sets of keys, weighted by their log-sum-exps, in at least float32.
 
-    A row that a part does not hold has no keys there: its log-sum-exp is −∞ and its weight 0. A sink joins the
-    log-sum-exp and gives nothing.
+    A row that is not in a part has no keys there: its log-sum-exp is −∞ and its weight 0. A sink adds to the
+    log-sum-exp and has no value.
     """
     _, first, first_lse = parts[0]
     assert parts[0][0] is None  # the first part holds every row
@@ -274,7 +274,7 @@ def _take(x: Tensor, rows: Copies | None) -> Tensor:
 
 
 def _add(total: Tensor | None, rows: Copies | None, part: Tensor) -> Tensor:
-    """A shared row's gradient is a sum over its users: within a pass by `Copies`, over passes in float32."""
+    """The gradient of a shared row is a sum over its uses: within a pass by `Copies`, over passes in float32."""
     part = part if rows is None else rows.sum(part)
     if total is None:
         return part

@@ -1,6 +1,6 @@
 """The gradient of a gather: every row gets the sum over its copies, in float32, always in the same order.
 
-`index_add_` would do it with atomics, in an order that changes from run to run, and in four kernels instead of one.
+On a GPU, `index_add_` would use atomics, in an order that changes from run to run, and four kernels instead of one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Where the copies of each row are: row r was copied to order[start[r] : start[r + 1]]."""
+    """The places of the copies of each row: row r was copied to order[start[r] : start[r + 1]]."""
 
-    index: Tensor  # [K] the row each copy is of
-    order: Tensor  # [K] the copies, by row
+    index: Tensor  # [K] the row of each copy
+    order: Tensor  # [K] the copies, sorted by row
     start: Tensor  # [T + 1]
 
     @classmethod
@@ -35,7 +35,7 @@ class Copies:
         """[K, ...] -> [T, ...], the adjoint of `take`, in at least float32."""
         rows = len(self.start) - 1
         if copies.is_cuda:
-            from memopd.attention.copies_triton import sum_copies
+            from memopd.attention.copies_triton import sum_copies  # Triton exists only with a GPU
 
             return sum_copies(copies.contiguous(), self.order, self.start)
         precise = torch.promote_types(copies.dtype, torch.float32)

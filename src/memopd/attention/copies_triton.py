@@ -1,4 +1,4 @@
-"""`Copies.sum` as one kernel: a program per row, its copies added up in registers."""
+"""`Copies.sum` as one kernel: one program per row adds up its copies in registers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The reference kernel: one boolean matrix from `exit`, through PyTorch's own attention.
+"""The reference kernel: one boolean matrix from `exit`, passed to PyTorch's own attention.
 
-Quadratic in rows, so for tests, audits and short packs; soft caps and sinks in plain matmul and softmax.
+It is quadratic in rows, so it is for tests, audits and short packs. Soft caps and sinks use a plain matmul and softmax.
 """
 
 from __future__ import annotations

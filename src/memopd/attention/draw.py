@@ -1,4 +1,4 @@
-"""A picture of a pack: who sees whom, which rows are shared, where the decisions are.
+"""Draws a pack: which rows see which, which rows are shared, and where the decisions are.
 
 `python -m memopd.attention.draw` draws the worked example of three calls.
 """
@@ -15,13 +15,13 @@ from memopd.types import Call
 
 
 def call_rows(packed: Packed) -> dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """For every call, the rows on its path."""
+    """The rows on the path of every call."""
     last = {int(call): int(row) for call, row in zip(packed.decisions.call, packed.decisions.row, strict=True)}
     return {call: packed.path(row) for call, row in last.items()}
 
 
 def draw(packed: Packed, output: Path, title: str = "") -> None:
-    """The visibility matrix: a row's colour is its call, grey where several calls share it; dots are decisions."""
+    """The visibility matrix. The colour of a row is its call, or grey if several calls share it; dots are decisions."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,7 @@ def draw(packed: Packed, output: Path, title: str = "") -> None:
     row = np.arange(T)
     sees = (row[None, :] <= row[:, None]) & (row[:, None] < packed.exit[None, :])
     image = np.ones((T, T, 3))
-    image[sees] = np.broadcast_to(colour[None], (T, T, 3))[sees]  # coloured by the row that is seen
+    image[sees] = np.broadcast_to(colour[None], (T, T, 3))[sees]  # in the colour of the visible row
 
     figure, axes = plt.subplots(figsize=(8, 8.6), layout="constrained")
     axes.imshow(image, interpolation="nearest", origin="upper")
@@ -57,7 +57,7 @@ def draw(packed: Packed, output: Path, title: str = "") -> None:
     tokens = sum(len(rows) for rows in paths.values())
     legend = [
         Patch(color=(0.55,) * 3, label=f"shared by several calls ({int((users > 1).sum())} rows)"),
-        Patch(color=colours[0], label=f"one call's own, a colour each ({int((users == 1).sum())} rows)"),
+        Patch(color=colours[0], label=f"of one call, one colour per call ({int((users == 1).sum())} rows)"),
         Line2D([], [], marker="o", color="black", ls="", ms=4, label=f"predicts a sampled token ({len(decided)} rows)"),
     ]
     axes.legend(

@@ -1,8 +1,8 @@
 """FlexAttention with `(k <= q) & (q < exit[k])`: one compiled kernel for windows, soft caps and sinks, on GPUs.
 
-The block mask comes straight from the integers. The rows that see any row of key block j are exactly the rows from
-its first one to the largest exit in it; those that see all of it end at the smallest exit. So two numbers a block
-decide, and nothing of size T × T is ever built.
+The block mask comes directly from the integers. The rows that see any row of key block j are exactly the rows from
+its first one to the largest exit in it; those that see all of it end at the smallest exit. So two numbers per block
+are enough, and nothing of size T × T is ever built.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from memopd.compile import Packed
 from memopd.models.attention import Layer
 
 BLOCK = 128
-KERNELS = 64  # one per model shape, precision and kind of mask; after 8, PyTorch would go on uncompiled
+KERNELS = 64  # one per model shape, precision and kind of mask; PyTorch's own limit of 8 would run the rest uncompiled
 
 Mod = Callable[..., Tensor]
 
 
 def flex_cost(packed: Packed) -> float:
-    """Milliseconds a layer takes, forward + backward, fitted to thin tries as `cascade.paths_cost` is to its own."""
+    """The estimated milliseconds per layer, forward + backward, fitted to thin tries, to compare with
+    `cascade.paths_cost`."""
     return float(1.2 + 0.082e-6 * (packed.positions.astype("int64") + 1).sum() + 0.4e-3 * len(packed))
 
 
@@ -34,7 +35,8 @@ class FlexPlan:
     def __init__(self, packed: Packed, device: torch.device) -> None:
         if device.type == "cpu":
             raise ValueError("flex attention has no backward pass on the CPU: use attention='dense' or 'cascade'")
-        # Padding to whole blocks keeps shapes few. A padding row sees itself alone and is seen by nobody else.
+        # Padding to whole blocks keeps the number of shapes small. A padding row sees only itself, and no other row
+        # sees it.
         self.rows = len(packed)
         self.padded = -(-self.rows // BLOCK) * BLOCK
         self.exit = torch.arange(1, self.padded + 1, dtype=torch.int32, device=device)
@@ -50,7 +52,7 @@ class FlexPlan:
             self._masks[window] = build_block_mask(self.exit, self.positions, limit)
         return self._masks[window]
 
-    @torch.compiler.disable  # compiled by itself; the rest of a compiled model goes around it
+    @torch.compiler.disable  # compiled separately; a compiled model has a graph break here
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: Layer) -> Tensor:
         window = None if layer.window is None or layer.window >= self.longest else layer.window
         cap = None if layer.softcap is None else _soft_cap(torch.tensor(layer.softcap, device=query.device))
@@ -68,7 +70,7 @@ class FlexPlan:
                 enable_gqa=query.shape[1] != key.shape[1],
                 return_lse=True,
             )
-        if layer.sinks is not None:  # a sink takes its share of the softmax and gives nothing
+        if layer.sinks is not None:  # a sink takes part in the softmax and has no value
             out = out * torch.sigmoid(lse - layer.sinks[None, :, None]).to(out.dtype)[..., None]
         return out[:, :, : self.rows].transpose(1, 2)
 
@@ -98,7 +100,7 @@ def build_block_mask(exit: Tensor, positions: Tensor, window: Tensor | None) -> 
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of blocks: how many are set, and which, those first."""
+    """Per row of blocks: the number of blocks that are set, and all blocks with these first."""
     count = blocks.sum(1, dtype=torch.int32)
     order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
     return count[None, None], order[None, None].contiguous()
@@ -130,4 +132,4 @@ def _soft_cap(cap: Tensor) -> Mod:
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # what cannot be compiled is an error
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # fullgraph: fail rather than run uncompiled

@@ -1,7 +1,7 @@
-"""Which kernel computes a pack: one of ours by name, one chosen by device, precision and model, or your own class.
+"""Chooses the kernel of a pack: one of ours by name, one that suits device, precision and model, or your own class.
 
-A kernel is a class that is built once per pack, from `packed`, `device` and whatever else of `_OFFERED` it asks for
-by name, and that has `attend` (see memopd.models.attention.Scheme). Ours go through the same door.
+A kernel is a class with a method `attend` (see memopd.models.attention.Scheme). It is built once per pack; its
+constructor may have any of the parameters in `_OFFERED`. Our own kernels are built in the same way.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ log = logging.getLogger("memopd")
 KERNELS: dict[str, Any] = {"dense": DensePlan, "cascade": CascadePlan, "flex": FlexPlan}
 
 _SETTING = "model.attention"
-_OFFERED = ("packed", "device", "dtype", "config", "windowed")  # what a kernel may ask for
+_OFFERED = ("packed", "device", "dtype", "config", "windowed")  # the parameters that a kernel may have
 
 
 def check_attention(attention: str, setting: str = _SETTING) -> None:
-    """Refuse a name that is no kernel, in one line, before any model is loaded. `setting` is where you wrote it."""
+    """Refuse a name that is not a kernel before any model is loaded. `setting` names its place in the configuration."""
     kernel = _kernel(attention, setting)
     if kernel is not None:
         check_parameters(setting, attention, kernel, _OFFERED)
 
 
 def make_plan(packed: Packed, attention: str, model: Any) -> Scheme:
-    """The plan of `packed` for the kernel called `attention`; "auto" chooses one and says why."""
+    """The plan of `packed` for the kernel called `attention`; "auto" chooses one and logs why."""
     parameter, config = next(model.parameters()), model.config.get_text_config()
     if attention == "auto":
         attention, why = choose_attention(config, parameter.device.type, parameter.dtype, packed)
@@ -52,9 +52,10 @@ def _kernel(attention: str, setting: str = _SETTING) -> Any:
     return resolve(setting, attention, {"auto": None, **KERNELS}, ("attend",))
 
 
-# Thin tries, many short calls under a long prefix, are the one shape on which cascade is not the fastest on a GPU.
-DENSE_UP_TO = 4096  # rows; there a dense mask is faster than flex on thin tries
-CPU_CASCADE_FROM = 512  # rows; below it one dense mask is faster on a CPU (`python -m benchmarks attention`)
+# Thin tries, with many short calls under a long prefix, are the only shape for which cascade is not the fastest kernel
+# on a GPU.
+DENSE_UP_TO = 4096  # rows; up to here a dense mask is faster than flex on thin tries
+CPU_CASCADE_FROM = 512  # rows; with fewer, one dense mask is faster on a CPU (`python -m benchmarks attention`)
 
 
 def choose_attention(config: Any, device: str, dtype: torch.dtype, packed: Packed) -> tuple[str, str]:
@@ -63,7 +64,7 @@ def choose_attention(config: Any, device: str, dtype: torch.dtype, packed: Packe
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "v_head_dim", None) and getattr(config, "qk_head_dim", None) != config.v_head_dim:
-        return "dense", "values of another width than keys"
+        return "dense", "values and keys differ in width"
     if device == "cpu":
         if softcap:
             return "dense", "soft caps on a CPU"

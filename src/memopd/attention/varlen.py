@@ -1,13 +1,13 @@
-"""Attention over segments of different length: many (queries, keys) pairs in one call, forward and backward.
+"""Attention over segments of different lengths: many (queries, keys) pairs in one call, forward and backward.
 
     segment s:  queries q[q_start[s] : q_stop[s]]  against keys k[k_start[s] : k_stop[s]]
 
-Causal segments are aligned at the end: the last query sees every key. Forward returns the output and the
-log-sum-exp of the scores; backward takes both as *arguments*, so that a caller who merged several segments'
-results can hand in the merged ones: the parts then sum to the gradient of the whole.
+Causal segments are aligned at the end: the last query sees every key. `forward` returns the output and the
+log-sum-exp of the scores. `backward` takes both as *arguments*, so that a caller who merged the results of several
+segments can pass the merged ones; the parts then sum to the gradient of the whole.
 
-One primitive per device and precision: FlashAttention on GPUs in half precision, the memory-efficient kernel
-there in float32, and PyTorch's CPU flash kernel, segment by segment, on the CPU.
+Each device and precision has one primitive: FlashAttention on GPUs in half precision, the memory-efficient kernel
+on GPUs in float32, and PyTorch's CPU flash kernel, segment by segment, on the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """All tensors: a Python number would make a compiled model compile again for every pack."""
+    """All fields are tensors, because a Python number would make a compiled model compile again for every pack."""
 
     cu_q: Tensor  # [S + 1] int32, where segments start and stop in q
     cu_k: Tensor  # [S + 1] int32, in k
@@ -34,7 +34,7 @@ class Segments:
 
     @classmethod
     def of(cls, q: NDArray[Any], k: NDArray[Any], causal: bool, device: torch.device) -> Segments:
-        """From the length of every segment's queries and keys. None may be empty: a kernel may die on one."""
+        """Built from the number of queries and keys of every segment. None may be empty: a kernel may crash on one."""
         assert len(q) == len(k) > 0
         assert (np.minimum(q, k) > 0).all()
         assert not causal or (q <= k).all()
@@ -43,7 +43,7 @@ class Segments:
 
 
 def check_supported(query: Tensor, value: Tensor, window: int | None) -> None:
-    """One line with the alternative for what has no kernel."""
+    """Raise an error that names the alternative if there is no kernel for these tensors."""
     d = query.shape[-1]
     if value.shape[-1] != d:
         raise ValueError("cascade attention needs values as wide as keys: use attention='dense'")
@@ -92,13 +92,13 @@ def backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), where `out` and `lse` may be those of a larger whole that these segments are a part of."""
+    """(dq, dk, dv), where `out` and `lse` may belong to a larger whole that contains these segments."""
     if not q.is_cuda:
         return _cpu_backward(grad, q, k, v, out, lse, segments, scale, window)
     if q.dtype == torch.float32:
         return _efficient_backward(grad, q, k, v, out, lse, segments, scale)
     max_q, max_k, causal = segments.shape.tolist()
-    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is 0
     dq, dk, dv = aten._flash_attention_backward(
         grad, q, k, v, out, lse, segments.cu_q, segments.cu_k, max_q, max_k, 0.0, bool(causal), unused, unused,
         scale=scale, **_window(window),
@@ -144,7 +144,8 @@ def _cpu_backward(
 def _cpu_segments(
     segments: Segments, q: Tensor, window: int | None
 ) -> Iterator[tuple[tuple[int, int, int, int], dict[str, Any]]]:
-    """The kernel's causal mask is aligned at the start and knows no window: elsewhere the mask is spelt out."""
+    """Bounds and mask of every segment. The kernel's own causal mask is aligned at the start and has no window; if a
+    segment needs another one, the mask is an explicit tensor."""
     causal = bool(segments.shape[2])
     cu_q, cu_k = segments.cu_q.tolist(), segments.cu_k.tolist()
     for bounds in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
@@ -152,7 +153,7 @@ def _cpu_segments(
         if not causal or (queries == keys and (window is None or window >= keys)):
             yield bounds, {"is_causal": causal}
             continue
-        back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)  # how far back each key is
+        back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)  # the distance back to each key
         hidden = (back < 0) | (back >= (window or keys + 1))
         mask = torch.zeros(queries, keys, dtype=q.dtype).masked_fill(hidden, float("-inf"))
         yield bounds, {"is_causal": False, "attn_mask": mask}
@@ -163,9 +164,9 @@ def _heads(x: Tensor) -> Tensor:
 
 
 # ---- GPU, float32: the memory-efficient kernel, one key-value head at a time ------------------------------------
-# It knows no grouped queries, but takes any stride: all query heads of a group read one key head, not copied.
+# It has no grouped queries, but takes any stride: all query heads of a group read one key head, without a copy.
 
-_BOTTOM_RIGHT = 2  # its name for a causal mask aligned at the end
+_BOTTOM_RIGHT = 2  # its code for a causal mask that is aligned at the end
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,7 @@ def _groups(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, T
 
 
 def _slots(segments: Segments) -> tuple[Tensor, Tensor]:
-    """Segment and place of every query: that kernel keeps log-sum-exps as [S, H, longest], padded to 32."""
+    """Segment and place of every query: this kernel stores log-sum-exps as [S, H, longest], padded to 32."""
     lengths = segments.cu_q.diff().long()
     segment = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     return segment, torch.arange(len(segment), device=lengths.device) - segments.cu_q[:-1].long()[segment]

@@ -33,13 +33,13 @@ def policy(
     ] = None,
 ) -> None:
     """Serve a model with vLLM for sampling and training. Arguments after -- are passed to vLLM unchanged."""
-    from memopd.engine.vllm.start import become, command, find_vllm
+    from memopd.engine.vllm.start import command, exec_server, find_vllm
     from memopd.models.load import check_model_folder
 
     model = os.path.expanduser(model)
     check_model_folder(model)
     line, environment = command(find_vllm(python), model, host, port, dtype, context.args)
-    become(line, environment)
+    exec_server(line, environment)
 
 
 def register(serve: typer.Typer) -> None:

@@ -1,6 +1,6 @@
-"""What other trainers do, kept for audits and ablations only: flattened history, corrupted rows, wrong masks.
+"""The approaches of other trainers, for audits and ablations only: flattened history, corrupted rows, wrong masks.
 
-Nothing here is ever trained on as MemOPD; every function builds something wrong on purpose.
+Every function builds something wrong on purpose. MemOPD itself never trains on it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from memopd.types import Call, Episode, Ids
 def persistent_history(episode: Episode) -> Packed:
     """The interaction as one growing text: q, x_0, a_0, o_0, a_1, o_1, ... with running positions, causal.
 
-    Which part of a prompt is the new observation comes from its segments; where none were recorded it is
-    what remains behind q and the longest piece retained from earlier (see `observation`).
+    The segments of a prompt tell which part is the new observation. Without recorded segments, it is the part after
+    q and after the longest piece that was retained from earlier calls (see `observation`).
     """
     q = stable_prefix(episode)
     pieces = [episode.calls[0].prompt]
@@ -45,7 +45,7 @@ def persistent_history(episode: Episode) -> Packed:
 
 
 def stable_prefix(episode: Episode) -> int:
-    """|q|: the recorded prefix segment, else the ids that every prompt of the episode starts with."""
+    """|q|: the recorded prefix segment, or else the ids that all prompts of the episode start with."""
     for segment in episode.calls[0].segments:
         if segment.kind == "prefix":
             return segment.stop
@@ -57,7 +57,7 @@ def observation(call: Call, history: Ids, last: Ids, q: int) -> Ids:
     """o_{t-1}: the part of z_t that was never in a context before.
 
     Without segments beyond the prefix: drop q, then the longest beginning of x_t that is the history so far
-    (append-only rules), the last response (MEM1) or a suffix of it (suffix retention). The rest is taken to be new.
+    (append-only rules), the last response (MEM1) or a suffix of it (suffix retention). The rest counts as new.
     """
     if any(s.kind != "prefix" for s in call.segments):
         new = [call.prompt[s.start : s.stop] for s in call.segments if s.kind == "observation"]
@@ -68,7 +68,7 @@ def observation(call: Call, history: Ids, last: Ids, q: int) -> Ids:
 
 
 def corrupt(packed: Packed, visibility: bool = False, positions: bool = False) -> Packed:
-    """Exact rows, wrong state: see all earlier rows of the tree, count positions on through it, or both."""
+    """Exact rows in a wrong state: they see all earlier rows of their tree, or have running positions, or both."""
     start, stop = _trees(packed)
     return replace(
         packed,
@@ -78,14 +78,14 @@ def corrupt(packed: Packed, visibility: bool = False, positions: bool = False) -
 
 
 def trajectory_mask(history: Packed, q: int) -> NDArray[np.bool_]:
-    """Rows of a persistent history that predict any token after q: observations count as decisions."""
+    """Rows of a persistent history that predict any token after q, so that observations count as decisions."""
     return np.arange(len(history)) >= q - 1
 
 
 def response_mask(call: Call, q: int) -> NDArray[np.bool_]:
     """Rows of one call that predict any token of the assistant turn, x_t and a_t alike.
 
-    The mutable context is written inside the assistant turn, so retained memory counts as sampled again.
+    The mutable context is part of the assistant turn, so retained memory counts as sampled once more.
     """
     return np.arange(len(call.prompt) + len(call.completion) - 1) >= q - 1
 

@@ -1,4 +1,4 @@
-"""Calls to packed rows: every provably equal prefix once, three integers a row.
+"""Turns calls into packed rows: every provably equal prefix appears once, as three integers per row.
 
     row q sees row k  ⟺  k <= q < exit[k]
 
@@ -28,8 +28,8 @@ class Decisions:
     """The sampled action domain m^act: one entry per sampled token, in the order of the calls."""
 
     row: Ids  # [D] g(t, k): the row whose logits predict the token
-    token: Ids  # [D] the token that was sampled
-    call: Ids  # [D] its call, an index into the list that was given
+    token: Ids  # [D] the sampled token
+    call: Ids  # [D] its call, an index into the list of calls that you passed
 
     def __len__(self) -> int:
         return len(self.row)
@@ -53,15 +53,15 @@ class Packed:
 
 
 def compile_calls(calls: Sequence[Call]) -> Packed:
-    """All trainable calls in one pack. Calls that are context only get no rows: nothing is learnt from them."""
+    """All trainable calls in one pack. Other calls get no rows, because nothing is learnt from them."""
     trie = build_trie(calls, _trainable(calls))
     return _lay_out(calls, trie)
 
 
 def fill(calls: Sequence[Call], budget: int) -> list[Packed]:
-    """Packs of at most `budget` rows, best fit. Subtrees stay together, so that sharing is not split.
+    """Packs of at most `budget` rows, best fit. Subtrees stay together, so that no shared prefix is split.
 
-    Nothing is ever cut: a call longer than the budget is an error that names it.
+    No call is ever cut: a call that is longer than the budget raises an error that names it.
     """
     trie = build_trie(calls, _trainable(calls))
     if (longest := int(trie.length.max())) > budget:
@@ -84,7 +84,7 @@ def _trainable(calls: Sequence[Call]) -> list[int]:
 
 
 def _lay_out(calls: Sequence[Call], trie: Trie) -> Packed:
-    start = np.concatenate([[0], np.cumsum(trie.length - trie.lcp)])  # [N + 1] first new row of each path; then T
+    start = np.concatenate([[0], np.cumsum(trie.length - trie.lcp)])  # [N + 1] first new row of each path, then T
     tokens = np.empty(start[-1], np.int32)
     positions = np.empty(start[-1], np.int32)
     depths = np.arange(trie.length.max(), dtype=np.int32)
@@ -99,15 +99,16 @@ def _lay_out(calls: Sequence[Call], trie: Trie) -> Packed:
 
 
 def _lists(trie: Trie, start: Ints) -> tuple[list[int], list[int], list[int]]:
-    """Per path: ids shared, length, first new row; as plain integers, which Python loops over faster."""
+    """Per path: shared ids, length, first new row. As plain integers, because Python loops over these faster."""
     return trie.lcp.tolist(), trie.length.tolist(), start[:-1].tolist()
 
 
 def _exits(trie: Trie, start: Ints) -> Ids:
-    """Row r at depth d ends at the first later path that shares no more than d ids with the one before it.
+    """Row r at depth d exits at the first later path that shares at most d ids with the path before it.
 
-    From the last path to the first, `stack` holds the candidates: later paths, nearest on top, each sharing
-    less than the ones above it. A path's rows fall into one run per candidate, deepest rows nearest.
+    The loop goes from the last path to the first. `stack` holds the candidates: later paths, the nearest on top, each
+    of which shares fewer ids than those above it. A path's rows split into one run per candidate; the deepest rows
+    belong to the nearest one.
     """
     lengths: list[int] = []  # of the runs, from the last row to the first
     exits: list[int] = []
@@ -129,7 +130,7 @@ def _exits(trie: Trie, start: Ints) -> Ids:
 
 
 def _decisions(calls: Sequence[Call], trie: Trie, start: Ints) -> Decisions:
-    """Row g(t, k) of every sampled token. `runs` maps the depths of the current path to its rows."""
+    """The row g(t, k) of every sampled token. `runs` maps the depths of the current path to its rows."""
     by_call = sorted(trie.order)
     sizes = [len(calls[i].completion) for i in by_call]
     slot = dict(zip(by_call, np.cumsum([0, *sizes]).tolist(), strict=False))  # first decision of each call
@@ -156,17 +157,53 @@ def _decisions(calls: Sequence[Call], trie: Trie, start: Ints) -> Decisions:
     )
 
 
+# ---- the same calls without sharing ------------------------------------------------------------------------
+
+
+def unshared(calls: Sequence[Call], budget: int) -> list[Packed]:
+    """Every trainable call in rows of its own, in the order given: exact states, every prefix computed again.
+
+    This is the baseline for packing. A pack has at most `budget` rows; a longer call gets a pack of its own.
+    """
+    packs: list[Packed] = []
+    members: list[int] = []
+    group: list[Packed] = []
+    for i in _trainable(calls):
+        alone = compile_calls([calls[i]])
+        if group and sum(map(len, group)) + len(alone) > budget:
+            packs.append(side_by_side(group, [[m] for m in members]))
+            group, members = [], []
+        group.append(alone)
+        members.append(i)
+    return [*packs, side_by_side(group, [[m] for m in members])]
+
+
+def side_by_side(packs: Sequence[Packed], members: Sequence[Sequence[int]]) -> Packed:
+    """Several packs as separate trees of one pack. `members[i]` are the calls of pack i."""
+    start = np.cumsum([0] + [len(p) for p in packs])
+    row = np.concatenate([p.decisions.row + s for p, s in zip(packs, start, strict=False)])
+    call = np.concatenate([np.array(m)[p.decisions.call] for p, m in zip(packs, members, strict=True)])
+    token = np.concatenate([p.decisions.token for p in packs])
+    order = np.argsort(call, kind="stable")
+    return Packed(
+        np.concatenate([p.tokens for p in packs]),
+        np.concatenate([p.positions for p in packs]),
+        np.concatenate([p.exit + s for p, s in zip(packs, start, strict=False)]).astype(np.int32),
+        Decisions(row[order].astype(np.int32), token[order], call[order].astype(np.int32)),
+    )
+
+
 # ---- budgets ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Bin:
-    rows: int  # the shared prefix included
+    rows: int  # including the shared prefix
     content: list[_Bin | int]
 
 
 def _fill_branch(root: Branch, length: Ints, budget: int) -> list[_Bin]:
-    """Bottom up: a subtree that fits is one piece; one that does not becomes several well-filled bins."""
+    """Works bottom up: a subtree that fits is one piece; one that does not fit becomes several well-filled bins."""
     done: dict[int, list[_Bin]] = {}
     todo: list[tuple[Branch, bool]] = [(root, False)]  # not recursive: append-only episodes are deep
     while todo:
@@ -183,7 +220,7 @@ def _fill_branch(root: Branch, length: Ints, budget: int) -> list[_Bin]:
 
 
 def _best_fit(pieces: list[_Bin], shared: int, budget: int) -> list[_Bin]:
-    """Best fit decreasing. Pieces in one bin have their first `shared` rows in common."""
+    """Best fit decreasing. The pieces in one bin share their first `shared` rows."""
     bins: list[tuple[int, int, _Bin]] = []  # (rows left, age, bin), ascending
     for age, piece in enumerate(sorted(pieces, key=lambda p: -p.rows)):
         extra = piece.rows - shared

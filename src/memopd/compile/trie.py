@@ -1,14 +1,14 @@
-"""The trie of a list of calls, seen as one order and one number per call.
+"""The trie of a list of calls, represented by an order and one number per call.
 
-A call's *path* is what the model reads: the prompt and every sampled token but the last, which predicts
-nothing. Put the paths in depth-first order; then `lcp[i]`, the ids path i shares with path i - 1, says all
-there is to know about the trie: path i adds the rows at depths lcp[i] .. length[i] - 1 and no others.
+A call's *path* is the sequence that the model reads: the prompt and every sampled token but the last, which
+predicts nothing. With the paths in depth-first order, `lcp[i]`, the number of ids that path i shares with path
+i - 1, describes the whole trie: path i adds the rows at depths lcp[i] .. length[i] - 1 and no others.
 
     path 0   q a b c          lcp 0      adds q a b c
     path 1   q a b d e        lcp 3      adds d e
     path 2   q f              lcp 1      adds f
 
-Sorting the paths finds shared prefixes side by side, in C; Python loops over calls, never over tokens.
+Sorting puts paths with a shared prefix next to each other, in C. Python loops over calls, never over tokens.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from memopd.types import Call
 
 Ints: TypeAlias = NDArray[np.int64]
 
-_HEAD, _FEW = 16, 64  # ids, calls: any values give the same trie
+_HEAD, _FEW = 16, 64  # ids and calls; they affect the speed, not the trie
 
 
 @dataclass(frozen=True, slots=True)
 class Trie:
     order: list[int]  # [N] the calls, depth first; siblings by their earliest call
-    lcp: Ints  # [N] ids shared with the call before; lcp[0] = 0
+    lcp: Ints  # [N] ids shared with the previous call; lcp[0] = 0
     length: Ints  # [N] rows on the call's path
 
     def select(self, places: Ints) -> Trie:
-        """The trie of some of the calls: `places`, ascending, index `order`."""
+        """The trie of some of the calls. `places` are ascending indices into `order`."""
         order = [self.order[p] for p in places]
         lcp = np.zeros(len(places), np.int64)
-        if len(places) > 1:  # two paths share what every step between them shares
+        if len(places) > 1:  # two paths share the minimum over all neighbours between them
             lcp[1:] = np.minimum.reduceat(self.lcp[: places[-1] + 1], places[:-1] + 1)
         return Trie(order, lcp, self.length[places])
 
 
 @dataclass(slots=True)
 class Branch:
-    """An inner node: everything below it shares its first `depth` ids."""
+    """An inner node: all calls below it share their first `depth` ids."""
 
     depth: int
-    first: int  # the earliest call below, by its index in the list given
+    first: int  # the earliest call below, as an index into the list of calls
     children: list[Branch | int] = field(default_factory=list)  # an int is a leaf: a place in depth-first order
 
     def add(self, child: Branch | int, first: int) -> None:
@@ -70,10 +70,10 @@ def build_trie(calls: Sequence[Call], keep: Sequence[int]) -> Trie:
 def _sort_paths(
     calls: Sequence[Call], which: Sequence[int], ids: int, before: bytes, order: list[int], shared: list[int]
 ) -> None:
-    """Append the calls in the order of their paths, and what each shares with the one before.
+    """Append the calls in the order of their paths, and how many ids each shares with the previous one.
 
-    First by the head of each path, then among those with equal heads: most calls meet only those of their own task,
-    few enough to stay in a cache, and a copy of the whole input is never needed at once.
+    Sorts by the head of each path first, then within each group of equal heads. So most calls are compared only with
+    calls of their own task, which are few enough to stay in a cache, and the input is never copied as a whole.
     """
     heads = _keys(calls, which, ids)
     for head, equal in groupby(sorted(which, key=heads.__getitem__), key=heads.__getitem__):
@@ -86,11 +86,11 @@ def _sort_paths(
                 order.append(i)
                 shared.append(_common_prefix(last, keys[i]))
                 last = keys[i]
-        before = head  # what follows differs from this group within its head
+        before = head  # every later path differs from this group within its head
 
 
 def _keys(calls: Sequence[Call], which: Sequence[int], ids: int | None) -> dict[int, bytes]:
-    """Paths, or their first `ids`, as bytes that compare as the ids do: big-endian, so that memcmp is their order."""
+    """Paths, or their first `ids`, as bytes. They are big-endian, so that memcmp orders them as the ids."""
     buffer = np.empty(ids or max(len(calls[i].prompt) + len(calls[i].completion) for i in which), ">u4")
     keys = {}
     for i in which:
@@ -113,7 +113,7 @@ def _common_prefix(a: bytes, b: bytes) -> int:
 
 
 def branches(calls: Sequence[int], lcp: Ints) -> Branch:
-    """The root of the trie's inner nodes, from adjacent common prefixes (an LCP-interval tree), bottom up.
+    """The root of the trie's inner nodes, built bottom up from adjacent common prefixes (an LCP-interval tree).
 
     `calls[i]` is the call at place i. A call that ends where others branch is a leaf child of that node.
     """
@@ -130,7 +130,7 @@ def branches(calls: Sequence[int], lcp: Ints) -> Branch:
 
 
 def _close(stack: list[Branch], depth: int, never: int) -> None:
-    """Close the open nodes deeper than `depth`, leaving one of exactly that depth open."""
+    """Close the open nodes that are deeper than `depth`, and leave a node of exactly that depth open."""
     while stack[-1].depth > depth:
         node = stack.pop()
         if stack[-1].depth < depth:
@@ -139,7 +139,7 @@ def _close(stack: list[Branch], depth: int, never: int) -> None:
 
 
 def _by_first_call(calls: Sequence[int], lcp: Ints) -> tuple[Ints, Ints]:
-    """Reorder siblings by their earliest call, so that rows run in the order of the interaction."""
+    """Reorder siblings by their earliest call, so that rows follow the order of the interaction."""
     places: list[int] = []
     shared: list[int] = []
     todo: list[tuple[Branch | int, int]] = [(branches(calls, lcp), 0)]
@@ -150,7 +150,7 @@ def _by_first_call(calls: Sequence[int], lcp: Ints) -> tuple[Ints, Ints]:
             shared.append(depth)
             continue
         children = sorted(node.children, key=lambda c: calls[c] if isinstance(c, int) else c.first)
-        # The first leaf under a node shares with its predecessor what the node itself does; the others, its depth.
+        # The first leaf under a node shares with its predecessor as much as the node does; the others share its depth.
         todo += [(child, node.depth) for child in reversed(children[1:])]
         todo.append((children[0], depth))
     return np.array(places, np.int64), np.array(shared, np.int64)

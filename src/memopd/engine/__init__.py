@@ -1,4 +1,4 @@
-"""How tokens are sampled: a model in this process, or vLLM servers."""
+"""Engines sample tokens, from a model in this process or from vLLM servers."""
 
 from memopd.engine.protocol import Completion, Engine, LiveEngine, Request, Ticket
 

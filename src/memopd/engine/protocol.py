@@ -1,4 +1,4 @@
-"""What an engine is: token ids in, sampled ids and their log-probabilities out."""
+"""The interface of an engine: token ids in, sampled ids and their log-probabilities out."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ class Request:
     """
 
     prompt: Ids  # z_t
-    seed: int  # of this request alone: what ran beside it must not matter
+    seed: int  # of this request alone: other requests must not change its result
     sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()  # strings; the token in which one ends is kept whole
-    episode: str = ""  # who asks; scripted policies and logs read it
-    purpose: str = ""  # what for, where it is not the agent's action: Call.purpose
+    stop: tuple[str, ...] = ()  # stop strings; the token in which one ends is kept whole
+    episode: str = ""  # the episode that the request belongs to; scripted policies and logs read it
+    purpose: str = ""  # Call.purpose; empty for the agent's actions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     tokens: Ids  # a_t, as sampled
-    logprobs: Floats | None  # [|a_t|] of the distribution sampled from; None: not sampled but scripted
+    logprobs: Floats | None  # [|a_t|] under the sampling distribution; None: scripted, not sampled
     stop: StopReason
     policy_version: int = 0
 
 
 class Engine(Protocol):
-    """Anything that samples. Completions come back in the order of the requests."""
+    """Anything that samples. It returns completions in the order of the requests."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A submitted request. `cancel` ends it early: what was sampled so far comes back as aborted."""
+    """A submitted request. `cancel` ends it early; the completion then holds the tokens so far, as aborted."""
 
     completion: Future[Completion]
     cancel: Callable[[], None]
 
 
 class LiveEngine(Engine, Protocol):
-    """An engine that also takes requests at any time and from any thread, as a server needs it."""
+    """An engine that also accepts requests at any time and from any thread, as a server needs it."""
 
-    tokenizer: Any  # Hugging Face's
-    version: int  # the policy's; every completion carries the version it was sampled with
+    tokenizer: Any  # a Hugging Face tokenizer
+    version: int  # of the policy; every completion carries the version that sampled it
 
     def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
-        """`on_token` is called with every sampled id as it comes, from the engine's thread."""
+        """The engine's thread calls `on_token` with every id as soon as it is sampled."""
         ...
 
     def close(self) -> None: ...

@@ -1,1 +1,1 @@
-"""Hugging Face models: how we load them, what we ask of them, and how our attention reaches their layers."""
+"""Hugging Face models: loading them, checking which ones we support, and connecting our attention to their layers."""

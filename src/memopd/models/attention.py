@@ -1,13 +1,13 @@
-"""One adapter to transformers: how an attention of ours reaches a model's layers.
+"""The adapter to transformers, through which the layers of a model call our attention.
 
-A *scheme* says how the rows of one forward pass attend. It travels as the keyword `memopd_scheme` of `model(...)`;
-transformers hands it, with each layer's queries, keys and values, to the function that is registered here under the
-name "memopd". No mask function is registered with it: transformers then makes no mask, while a registered one would
-look for restarted positions and cut branches off their prefix.
+A *scheme* defines how the rows of one forward pass attend. You pass it as the keyword `memopd_scheme` of `model(...)`;
+transformers passes it on, with each layer's queries, keys and values, to the function that this module registers under
+the name "memopd". We register no mask function, so that transformers makes no mask. A registered one would look for
+restarted positions and cut branches off their prefix.
 
-    planned_attention   packs: the attention is ours inside the block
-    sampling_attention  the local engine: the same, without gradients, and nobody else may use the model
-    own_attention       references: the model as transformers runs it
+    planned_attention   for packs: inside the block, the model uses our attention
+    sampling_attention  for the local engine: the same, without gradients, and with exclusive use of the model
+    own_attention       for references: the model as transformers runs it
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ NAME = "memopd"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer asks of its attention, besides queries, keys and values."""
+    """The parameters of a layer's attention, besides queries, keys and values."""
 
     scale: float
-    window: int | None = None  # a row sees only keys less than so many positions back
+    window: int | None = None  # a row sees only keys that are less than this many positions back
     softcap: float | None = None  # scores become cap · tanh(scores / cap)
-    sinks: Tensor | None = None  # [Hq], a score per head that takes its share of the softmax and gives nothing
+    sinks: Tensor | None = None  # [Hq], a score per head that takes part in the softmax but has no value
     module: nn.Module | None = None
 
     @property
     def index(self) -> int:
-        """Which layer it is. Read from the module: a number here would compile a graph for every layer."""
+        """The number of the layer. We read it from the module: a field here would compile a graph for every layer."""
         number: Any = getattr(self.module, "layer_idx", None)
         assert number is not None
         return int(number)
 
 
 class Scheme(Protocol):
-    """How the rows of one pass attend, in every layer."""
+    """Defines how the rows of one pass attend, in every layer."""
 
     def attend(
         self,
@@ -60,7 +60,7 @@ class Scheme(Protocol):
         ...
 
 
-_HARMLESS = {"position_ids", "cache_position"}  # layers pass these on as well; a scheme knows its positions
+_HARMLESS = {"position_ids", "cache_position"}  # some layers pass these on too; a scheme has its own positions
 
 
 def attend(
@@ -77,14 +77,14 @@ def attend(
     memopd_scheme: Scheme | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer."""
+    """The function that transformers calls in every layer."""
     if memopd_scheme is None:
         raise ValueError(_no_scheme(module))
     if attention_mask is not None:
-        raise ValueError("memopd attention takes no attention_mask: the plan says what each row sees")
+        raise ValueError("memopd attention takes no attention_mask: the plan defines what each row sees")
     if unknown := [name for name, value in rest.items() if isinstance(value, Tensor) and name not in _HARMLESS]:
         raise ValueError(
-            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which memopd does not know"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which memopd does not support"
         )
     if dropout:
         raise ValueError("attention dropout must be 0: calls that share a row would share its mask")
@@ -114,19 +114,19 @@ def _no_scheme(module: nn.Module) -> str:
     )
 
 
-# ---- whose attention a model has ---------------------------------------------------------------------------------
+# ---- which attention a model uses --------------------------------------------------------------------------------
 
-_sampled: WeakSet[nn.Module] = WeakSet()  # the models that an engine runs now
+_sampled: WeakSet[nn.Module] = WeakSet()  # the models that an engine is running
 _lock = Lock()
 _IN_USE = "the model is in use by memopd's engine, which has set its attention: run it when no request is open"
 
 
 @contextmanager
 def planned_attention(model: Any) -> Iterator[None]:
-    """Attention goes through schemes inside the block.
+    """Inside the block, the model's attention goes through schemes.
 
-    With gradient checkpointing, the backward pass runs the layers again and must find the same attention: then
-    it stays set. A later call without a plan says so instead of computing something else.
+    With gradient checkpointing, the backward pass runs the layers again and needs the same attention, so it stays set
+    after the block. A later call without a plan then raises an error, and never computes something else.
     """
     _check_free(model)
     before = model.config._attn_implementation
@@ -145,7 +145,7 @@ def planned_attention(model: Any) -> Iterator[None]:
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """The model as transformers runs it, never through us. Models that cannot share keep what they have."""
+    """Inside the block, the model uses transformers' attention. Models that cannot share rows keep their setting."""
     _check_free(model)
     if not sharing(model).shared:
         yield
@@ -156,7 +156,7 @@ def own_attention(model: Any) -> Iterator[None]:
 
 @contextmanager
 def sampling_attention(model: Any) -> Iterator[None]:
-    """The model as the engine runs it: our attention, no dropout, no gradients; afterwards everything is as it was."""
+    """Inside the block, the model uses our attention, without dropout and gradients; afterwards all is restored."""
     with _lock:
         if model in _sampled:
             raise ValueError(
@@ -172,7 +172,7 @@ def sampling_attention(model: Any) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: Any) -> Iterator[None]:
-    """In eval mode, module by module: a trainer may keep parts of its model in eval mode."""
+    """Eval mode inside the block. Restores each module, because a trainer may keep parts of its model in eval mode."""
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
@@ -207,7 +207,10 @@ def plain_attention(
     visible: Tensor,  # [n, m] bool
     layer: Layer,
 ) -> Tensor:  # [..., H, n, dv]
-    """Attention in products and a softmax: slow, and right for every kind of layer. `visible` knows the window."""
+    """Attention by matrix products and a softmax: slow, and correct for every kind of layer.
+
+    `visible` must already take the layer's window into account.
+    """
     scores = query @ key.transpose(-2, -1) * layer.scale
     if layer.softcap is not None:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
@@ -216,5 +219,5 @@ def plain_attention(
         scores = torch.cat([scores, layer.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
     weights = softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
     if layer.sinks is not None:
-        weights = weights[..., :-1]  # the sink takes its share and gives nothing
+        weights = weights[..., :-1]  # the sink has no value
     return weights @ value

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder or the hub: safetensors only, no remote code, one line for a mistake."""
+"""Loads models and tokenizers from a folder or the hub: only safetensors, no remote code, one-line errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def check_model_folder(path: str) -> None:
-    """Refuse a folder without a model. A name with one slash and no leading dot may be on the hub: let it pass."""
+    """Refuse a folder without a model. A name with one slash and no leading dot passes, as it may be on the hub."""
     first, *rest = path.split("/")
     local = Path(path).exists() or path.startswith((".", "/")) or len(rest) > 1 or bool(rest and Path(first).is_dir())
     if local and not Path(path, "config.json").is_file():
@@ -22,7 +22,7 @@ def check_model_folder(path: str) -> None:
 
 
 def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A model folder or hub name; a config.json alone gives random weights from the seed."""
+    """Load a model folder or hub name. A config.json alone gives random weights from the seed."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if path.endswith(".json"):
@@ -39,7 +39,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
 
 
 def load_tokenizer(path: str, local: bool = False) -> Any:
-    """The tokenizer of a model folder or hub name. `local` never asks a network."""
+    """The tokenizer of a model folder or hub name. `local` never uses the network."""
     try:
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -47,10 +47,10 @@ def load_tokenizer(path: str, local: bool = False) -> Any:
 
 
 def check_same_tokenizer(student: str, teacher: str) -> bool:
-    """Raise when both have a tokenizer and these differ; False when there is nothing to compare.
+    """Raise an error if both have a tokenizer and these differ. Returns False if one has none.
 
-    A student and a teacher must mean the same by an id. The widths of their vocabulary heads may differ (Qwen2.5-3B
-    has 151,936 logits, 7B 152,064): that is padding, not tokens.
+    An id must mean the same to a student and its teacher. The widths of their vocabulary heads may differ (Qwen2.5-3B
+    has 151,936 logits, 7B has 152,064): that is padding, not tokens.
     """
     try:
         a, b = (load_tokenizer(path).get_vocab() for path in (student, teacher))
@@ -60,7 +60,7 @@ def check_same_tokenizer(student: str, teacher: str) -> bool:
         differ = next(token for token in [*a, *b] if a.get(token) != b.get(token))
         raise ValueError(
             f"{student} and {teacher} have different tokenizers (of {len(a)} and {len(b)} tokens, e.g. {differ!r}): "
-            "a teacher must share the student's"
+            "a teacher must have the student's tokenizer"
         )
     return True
 

@@ -1,8 +1,8 @@
-"""Which models our attention can run, which run by themselves, and how long a call may be.
+"""Decides which models can use our attention, which must run call by call, and how long a call may be.
 
-Two things are asked of a model: every layer mixes rows through transformers' attention interface and nowhere else,
-and what a row computes depends on its ids and positions alone, not on the longest call beside it. Packs need both to
-share rows; the local engine needs both to keep keys and values.
+We require two things of a model. Every layer mixes rows only through transformers' attention interface. And the state
+of a row depends only on its ids and positions, not on the longest call in the pass. Packs need both to share rows; the
+local engine needs both to cache keys and values.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense"}
-DEFAULT_LENGTH = 8192  # tokens of a sequence; on a GPU the engine's cache is allocated at this length
+DEFAULT_LENGTH = 8192  # tokens per sequence; on a GPU the engine allocates its cache for this length
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
     shared: bool
-    reason: str  # why not; empty when shared
+    reason: str  # why it is not shared; empty if it is
 
 
 def sharing(model: Any) -> Sharing:
-    """Whether this model's calls may share rows. Unshared calls run one by one: slower, and as exact."""
+    """Whether the calls of this model may share rows. Unshared calls run one by one, which is slower and as exact."""
     name = type(model).__name__
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ())
@@ -35,10 +35,12 @@ def sharing(model: Any) -> Sharing:
     if other := layers - SUPPORTED_LAYERS:
         return Sharing(False, f"{name} has layers of type {', '.join(sorted(other))}")
     sources = _attention_sources(model)
+    if not sources:  # without this line, the next two checks would pass on an empty list
+        return Sharing(False, f"{name} has no attention layers that memopd recognises")
     if not all("**kwargs" in source for source in sources):
-        return Sharing(False, f"{name} does not hand keywords on to its attention")
+        return Sharing(False, f"{name} does not pass keywords on to its attention")
     if has_windows(config) and not all("sliding_window" in source for source in sources):
-        return Sharing(False, f"{name} keeps its sliding window in the mask alone")
+        return Sharing(False, f"{name} applies its sliding window only through the mask")
     return Sharing(True, "")
 
 
@@ -49,7 +51,7 @@ def has_windows(config: Any) -> bool:
 
 
 def _attention_sources(model: Any) -> list[str]:
-    """The source of the attention layers: the only place that shows what they pass on."""
+    """The source code of the attention layers, which alone shows what they pass on."""
     kinds = {type(m) for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")}
     return [_forward_source(kind) for kind in kinds]
 
@@ -62,14 +64,14 @@ def _forward_source(kind: type[Any]) -> str:
         try:
             _sources[kind] = inspect.getsource(kind.forward)
         except OSError:
-            _sources[kind] = ""  # it cannot be read, so nothing is known to be passed on
+            _sources[kind] = ""  # without the source, we cannot know that anything is passed on
     return _sources[kind]
 
 
 def reference_attention(model: Any) -> str:
-    """The transformers attention that computes what the model means: sdpa, unless it would drop a part.
+    """The transformers attention that computes the model exactly: sdpa, unless that would leave something out.
 
-    transformers' sdpa ignores soft caps (Gemma 2) and knows no sinks (gpt-oss).
+    transformers' sdpa ignores soft caps (Gemma 2) and does not support sinks (gpt-oss).
     """
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) or not getattr(model, "_supports_sdpa", False):
@@ -86,19 +88,19 @@ def check_dropout(model: Any) -> None:
         )
 
 
-# ---- how far positions mean one thing ----------------------------------------------------------------------------
+# ---- up to which length positions have one meaning ---------------------------------------------------------------
 
 
 def rope_switch(model: Any) -> tuple[str, int] | None:
-    """(rope type, length): where this model's rope changes its frequencies; None where it never does.
+    """(rope type, length) at which the rope of this model changes its frequencies; None if it never does.
 
-    `dynamic` and `longrope` choose them from the longest position of a pass, so that past this length a token's state
-    depends on when it was computed: the sampler's, the packed and the independent one are three different things.
+    `dynamic` and `longrope` choose their frequencies by the longest position of a pass. Beyond this length, a token's
+    state depends on the pass that computed it: sampler, packed and independent calls have three different states.
     """
     config = model.config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
     switches = []
-    for rope in [part for part in ropes.values() if isinstance(part, dict)] or [ropes]:  # one per layer type, or one
+    for rope in [part for part in ropes.values() if isinstance(part, dict)] or [ropes]:  # per layer type, or one
         kind = rope.get("rope_type", "default")
         if kind in ("dynamic", "longrope"):
             original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
@@ -107,7 +109,7 @@ def rope_switch(model: Any) -> tuple[str, int] | None:
 
 
 def check_length(model: Any, longest: int) -> None:
-    """Refuse calls past the length at which a rope type changes its frequencies."""
+    """Refuse calls that are longer than the length at which a rope type changes its frequencies."""
     if (switch := rope_switch(model)) is not None and longest > switch[1]:
         kind, limit = switch
         raise ValueError(
@@ -117,7 +119,7 @@ def check_length(model: Any, longest: int) -> None:
 
 
 def length_limit(model: Any, max_length: int | None) -> int:
-    """Tokens a sequence may have, prompt and completion: as asked, as far as the model's positions mean one thing."""
+    """The most tokens of a sequence, prompt and completion: `max_length`, if the model's positions reach that far."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_LENGTH
     if (switch := rope_switch(model)) is not None:
         limit = min(limit, switch[1])

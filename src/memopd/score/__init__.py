@@ -1,4 +1,4 @@
-"""Packed rows to log-probabilities, entropies, values and teacher divergences."""
+"""Computes log-probabilities, entropies, values and divergences from a teacher for packed rows."""
 
 from memopd.score.divergences import DIVERGENCES, Divergence, divergence_of, reverse_kl
 from memopd.score.head import Head, head_of

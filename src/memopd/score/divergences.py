@@ -1,17 +1,18 @@
-"""How far a student's distribution is from its teacher's: a function of two rows of logits.
+"""Divergences measure how far a student's distribution is from its teacher's. Each is a function of two rows of logits.
 
     divergence(student [n, V], teacher [n, V]) -> [n]
 
-Both arguments are over the same V ids, at the sampling temperature, in float32 at least; `log_softmax` over them
-renormalises what is left where one vocabulary was wider. The teacher's carry no gradient. A function of your own is
-called in the same way, chunk by chunk, and may use as many tensors of [n, V] as it likes: none outlives its chunk.
+Both arguments are over the same V ids, at the sampling temperature, in at least float32. If one vocabulary is wider,
+only the shared ids remain, and `log_softmax` renormalises both. The teacher's logits carry no gradient. Your own
+function is called in the same way, chunk by chunk. It may use as many tensors of shape [n, V] as it needs, because
+none of them outlives its chunk.
 
-Written p for the student and p_T for the teacher, with Σ over the V ids:
+With p for the student, p_T for the teacher, and Σ over the V ids:
 
     reverse_kl   KL(p ‖ p_T) = Σ p (log p − log p_T)           fused on a GPU; the paper's, and the default
     forward_kl   KL(p_T ‖ p) = Σ p_T (log p_T − log p)
     jsd:β        β KL(p_T ‖ m) + (1 − β) KL(p ‖ m), with m = β p_T + (1 − β) p
-    top_k:k      KL(p ‖ p_T) over k + 1 outcomes: the teacher's k likeliest ids, and all others as one
+    top_k:k      KL(p ‖ p_T) over k + 1 outcomes: the teacher's k likeliest ids, and all others together
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Divergence: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(p ‖ p_T): the student is charged for what it does and the teacher would not."""
+    """KL(p ‖ p_T): penalises probability where the teacher has little."""
     return _reverse(student.log_softmax(-1), teacher.log_softmax(-1))
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(p_T ‖ p): the student is charged for what the teacher does and it would not."""
+    """KL(p_T ‖ p): penalises missing probability where the teacher has much."""
     logp, logp_T = student.log_softmax(-1), teacher.log_softmax(-1)
     return (logp_T.exp() * (logp_T - logp)).sum(-1)
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """The generalised Jensen-Shannon divergence of GKD (Agarwal et al., 2024): β weighs the teacher.
+    """The generalised Jensen-Shannon divergence of GKD (Agarwal et al., 2024); β is the teacher's weight.
 
     Divided by β it tends to KL(p_T ‖ p) as β → 0, and divided by 1 − β to KL(p ‖ p_T) as β → 1 (Huszár, 2015). The
     divergence itself would vanish at both ends, so β = 0 means the forward and β = 1 the reverse KL, as in TRL.
@@ -57,9 +58,9 @@ def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
 
 
 def top_k(student: Tensor, teacher: Tensor, k: int = 64) -> Tensor:
-    """KL(p ‖ p_T) over the teacher's k likeliest ids, one by one, and one bucket of all others.
+    """KL(p ‖ p_T) over the teacher's k likeliest ids and one bucket for all others.
 
-    With the bucket both sides still sum to one, so that the student cannot gain by moving probability out of sight.
+    With the bucket both sides sum to one, so that the student cannot gain by moving probability to other ids.
     """
     if k >= teacher.shape[-1]:
         return reverse_kl(student, teacher)
@@ -75,7 +76,7 @@ def _with_tail(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def _reverse(logp: Tensor, logp_T: Tensor) -> Tensor:
-    ratio = (logp - logp_T).detach()  # its own gradient sums to Σ p ∇log p = 0, exactly only when it is left out
+    ratio = (logp - logp_T).detach()  # its gradient would add Σ p ∇log p = 0, which is exactly 0 only when left out
     return (logp.exp() * ratio).sum(-1)
 
 
@@ -86,7 +87,7 @@ SETTING = "teacher.divergence"
 
 
 def divergence_of(name: str) -> Divergence:
-    """The built-in divergence of that name, `jsd:0.5` and `top_k:64` with their number, or `module:function`."""
+    """The divergence of a name: a built-in one, `jsd:0.5` or `top_k:64` with a number, or `module:function`."""
     known, colon, number = name.partition(":")
     if colon and known == "jsd":
         return partial(jsd, beta=_number(name, number, float, "between 0 and 1, as in jsd:0.5"))
@@ -117,13 +118,13 @@ def _takes_two(found: Any) -> bool:
         inspect.signature(found).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # a function of C that does not say what it takes
+    except ValueError:  # a C function that does not report its parameters
         pass
     return True
 
 
 def checked(divergence: Tensor, rows: int) -> Tensor:
-    """A user's function may return anything; what it returned is named while it can still be found."""
+    """Check the result of a user's function here, where the error can still name the function's mistake."""
     if not isinstance(divergence, Tensor) or divergence.shape != (rows,):
         got = f"shape {list(divergence.shape)}" if isinstance(divergence, Tensor) else type(divergence).__name__
         raise ValueError(f"{SETTING}: must return one number per row of logits, shape [{rows}], got {got}")

@@ -1,14 +1,14 @@
-"""The vocabulary pass on a GPU: each chunk's logits are read once forward and once backward, by two Triton kernels.
+"""The vocabulary pass on a GPU: two Triton kernels read each chunk's logits once forward and once backward.
 
-Same results as `vocabulary.reference_scores`; the products with the head's weights stay with cuBLAS. What
-`torch.compile` makes of the same two steps takes up to 7 % longer (`python -m benchmarks head`, and
+The results are those of `vocabulary.reference_scores`; cuBLAS computes the products with the head's weights. If
+`torch.compile` generates the same two steps, they take up to 7 % longer (`python -m benchmarks head`, and
 benchmarks/README.md). Per chunk:
 
     forward    z = states @ W.T, z_T likewise   -> row sums -> log p(a), entropy, reverse KL
-    backward   z and z_T again                  -> dz over z, in place; then per group of chunks
+    backward   z and z_T again                  -> dz replaces z, in place; then per group of chunks
                                                    dstates = dz @ W, dW += dz.T @ states
 
-With p = softmax(z) over the vocabulary and, for the divergence, over the ids that both models have:
+With p = softmax(z) over the vocabulary or, for the divergence, over the ids that both models have:
 
     d log p(a) / dz = 1[a] − p      dH / dz = −p (log p + H)      dKL / dz = p (log p − log p_T − KL)
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from memopd.score.head import Head
 
-BLOCK = 4096  # logits a program reads at once
+BLOCK = 4096  # logits that a program reads at once
 
 
 def fused_scores(
@@ -40,7 +40,7 @@ def fused_scores(
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    @torch.autocast("cuda", enabled=False)  # forward and backward must make the same logits
+    @torch.autocast("cuda", enabled=False)  # forward and backward must compute the same logits
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, head: Head, tokens: Tensor,
         temperature: float, teacher: Head | None, teacher_states: Tensor | None, chunk: int, group: int,
@@ -52,7 +52,7 @@ class _Fused(torch.autograd.Function):
             z = _product(states[part], weight, bias)
             z_T = None if teacher is None else _teacher_product(teacher, teacher_states, part)
             reduce_logits(z, z_T, tokens[part], stats[:, part], temperature, head, teacher)
-            del z, z_T  # before the next chunk's are made
+            del z, z_T  # frees their memory before the next chunk
         ctx.save_for_backward(states, weight, bias, tokens, stats, teacher_states)
         ctx.head, ctx.teacher, ctx.temperature, ctx.chunk, ctx.group = head, teacher, temperature, chunk, group
         return stats[0].clone(), stats[1].clone(), stats[2].clone()
@@ -111,7 +111,7 @@ def differentiate_logits(
     z: Tensor, z_T: Tensor | None, tokens: Tensor, stats: Tensor, grads: Tensor, temperature: float, head: Head,
     teacher: Head | None,
 ) -> None:  # fmt: skip
-    """Put dz in the place of z; grads [3, n] are of log p(a), entropy and divergence."""
+    """Overwrite z with dz; grads [3, n] are the gradients of log p(a), entropy and divergence."""
     _backward_kernel[(len(z),)](
         z, z if z_T is None else z_T, tokens, stats, grads, stats.stride(0), z.shape[1],
         *_shape(z, z_T, head, teacher, temperature), BLOCK=BLOCK, num_warps=8,
@@ -133,7 +133,7 @@ def _shape(z: Tensor, z_T: Tensor | None, head: Head, teacher: Head | None, temp
 
 @triton.jit
 def _finish(x, scale, cap, inverse_temperature):  # type: ignore[no-untyped-def]
-    """What follows the product: scaling, soft cap, temperature."""
+    """The steps after the product: scaling, soft cap, temperature."""
     x = x * scale
     if cap > 0:
         x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)  # cap · tanh(x / cap)
@@ -148,7 +148,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ptr + row)
     lane = tl.arange(0, BLOCK)
-    # Running maxima and, relative to them, vectors of partial sums; reduced once at the end.
+    # Running maxima and vectors of partial sums relative to them, which are reduced once at the end.
     m = tl.full([BLOCK], -float("inf"), tl.float32)
     m_T = tl.full([BLOCK], -float("inf"), tl.float32)
     s = tl.zeros([BLOCK], tl.float32)  # Σ e^z

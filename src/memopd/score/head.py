@@ -1,4 +1,4 @@
-"""A model's vocabulary head, by itself: hidden states to logits, as the model would have made them."""
+"""The vocabulary head of a model, separate from the model: it turns hidden states into the model's logits."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ _checked: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def head_of(model: Any, check: bool = True) -> Head:
-    """The head of a causal LM. Checked once per model against its own logits: families differ in what follows
-    the last product, and a new one must not be scored wrong in silence."""
+    """The head of a causal LM, checked once per model against the model's own logits.
+
+    Model families differ in the steps after the last product. The check keeps us from scoring a new family wrongly
+    without an error.
+    """
     embeddings = model.get_output_embeddings()
     if embeddings is None:
         raise ValueError(f"{type(model).__name__} has no vocabulary head")
@@ -57,15 +60,15 @@ def head_of(model: Any, check: bool = True) -> Head:
 
 @torch.no_grad()
 def _check(model: Any, head: Head) -> None:
-    check_dropout(model)  # or two passes would differ, and the head be blamed for it
+    check_dropout(model)  # otherwise two passes differ, and the error below would blame the head
     ids = torch.tensor([[1, 2, 3]], device=head.weight.device)
     with own_attention(model):
         expected = model(input_ids=ids, use_cache=False).logits.double()
         actual = head.logits(backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).double()
     eps = max(torch.finfo(head.weight.dtype).eps, torch.finfo(torch.float32).eps)  # some models return float32
     off = (actual - expected).abs().max()
-    if off > 4 * eps * expected.abs().max():  # NaN weights are not this check's business
+    if off > 4 * eps * expected.abs().max():  # NaN weights pass here, and other checks report them
         raise ValueError(
-            f"{type(model).__name__} does more to its logits than memopd.score.head knows of "
+            f"{type(model).__name__} does more to its logits than memopd.score.head supports "
             f"(off by {off:.2g}): add it there"
         )

@@ -1,4 +1,4 @@
-"""One path for every model: π_θ, π_old, π_ref and π_T through the vocabulary, V_φ through its value head."""
+"""Scores packs with every model in the same way: π_θ, π_old, π_ref and π_T by the vocabulary, V_φ by its value head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scores:
 
     logprob: Tensor | None = None  # [D] log p(a)
     entropy: Tensor | None = None  # [D]
-    divergence: Tensor | None = None  # [D] from the teacher, where one was given
+    divergence: Tensor | None = None  # [D] from the teacher, if there is one
     value: Tensor | None = None  # [D] V at g(t, k), of a critic
 
 
@@ -34,12 +34,12 @@ def score(
     attention: str = "auto",
     teacher: Target | None = None,
 ) -> Scores:
-    """Score every sampled token in the state it was sampled in. Differentiable where gradients are on.
+    """Score every sampled token in the state in which it was sampled. Differentiable if gradients are enabled.
 
-    A model with a value head (`AutoModelForTokenClassification` of one label) gives values, any causal LM the rest.
-    `teacher` holds the states that `teacher_target` kept for the same packs, and the divergence to measure.
+    A model with a value head (`AutoModelForTokenClassification` with one label) gives values; a causal LM gives the
+    rest. `teacher` holds the states from `teacher_target` for the same packs, and the divergence to compute.
     """
-    Sampling(temperature)  # refuses one that is not above 0
+    Sampling(temperature)  # raises an error if it is not above 0
     decisions = sum(len(p.decisions) for p in packs)
     if teacher is not None and len(teacher.states) != decisions:
         raise ValueError(f"the teacher's states are of {len(teacher.states)} decisions, these packs have {decisions}")
@@ -50,8 +50,8 @@ def score(
     for packed in packs:
         states = decision_states(model, packed, attention)
         tokens = torch.as_tensor(packed.decisions.token, device=states.device).long()
-        theirs = None if teacher is None else replace(teacher, states=teacher.states[at : at + len(tokens)])
-        parts.append(vocabulary_scores(head, states, tokens, temperature, theirs))
+        target = None if teacher is None else replace(teacher, states=teacher.states[at : at + len(tokens)])
+        parts.append(vocabulary_scores(head, states, tokens, temperature, target))
         at += len(tokens)
     return Scores(
         logprob=torch.cat([p.logprob for p in parts]),
@@ -64,7 +64,7 @@ def is_critic(model: Any) -> bool:
     if model.get_output_embeddings() is not None or not isinstance(getattr(model, "score", None), torch.nn.Linear):
         return False
     if model.score.out_features != 1:
-        raise ValueError(f"a critic has one label, this {type(model).__name__} has {model.score.out_features}")
+        raise ValueError(f"a critic has one label, but this {type(model).__name__} has {model.score.out_features}")
     return True
 
 
@@ -76,12 +76,12 @@ def teacher_target(
     keep_on: str | torch.device | None = None,
     divergence: Divergence = reverse_kl,
 ) -> Target:
-    """What to keep of a frozen teacher: hidden states at the decisions (never logits) and its head.
+    """The hidden states of a frozen teacher at the decisions (never its logits), and its head.
 
-    `keep_on="cpu"` keeps the states in host memory; each chunk returns to the GPU when it is needed.
+    `keep_on="cpu"` keeps the states in host memory; each chunk moves to the GPU when it is needed.
     """
     head = head_of(teacher)
-    # Detached, the head stays on the device it was used on when the teacher itself is moved away.
+    # The detached head stays on its device even if the teacher itself moves to another one later.
     bias = None if head.bias is None else head.bias.detach()
     head = replace(head, weight=head.weight.detach(), bias=bias)
     states = torch.cat([decision_states(teacher, p, attention).to(keep_on or head.weight.device) for p in packs])
@@ -97,8 +97,8 @@ def packed_logprobs(
 ) -> list[Tensor]:
     """log p of every sampled token, one differentiable tensor per call: for your own training loop.
 
-    Equal to running every call alone, computed with each shared prefix once. `budget` bounds the rows of a pack.
-    A call that is not trainable gets an empty tensor.
+    The result equals running every call alone, but each shared prefix is computed once. `budget` limits the rows of a
+    pack. A call that is not trainable gets an empty tensor.
     """
     packs = [compile_calls(calls)] if budget is None else fill(calls, budget)
     by_call: dict[int, Tensor] = {}

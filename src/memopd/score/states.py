@@ -1,4 +1,4 @@
-"""Packed rows to hidden states: the backbone once, read at the rows that predict sampled tokens."""
+"""Hidden states of packed rows: runs the backbone once and reads the rows that predict sampled tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tens
 
 
 def call_states(model: Any, tokens: np.ndarray[Any, Any], first: int) -> Tensor:
-    """One call alone, unpadded, with the model's own attention: the states from row `first` on."""
+    """The states of one call alone, unpadded, with the model's own attention, from row `first` on."""
     check_ids(model, tokens)
     device = next(model.parameters()).device
     ids = _row(tokens, device)
@@ -47,7 +47,8 @@ def call_states(model: Any, tokens: np.ndarray[Any, Any], first: int) -> Tensor:
 
 
 def check_ids(model: Any, *ids: np.ndarray[Any, Any]) -> None:
-    """Before a GPU reads past a table: the wrong model for a store is an easy mistake."""
+    """Refuse ids outside the vocabulary, before a GPU reads past its table. Scoring a store with the wrong model is an
+    easy mistake."""
     vocabulary, top = model.get_input_embeddings().weight.shape[0], max(int(i.max()) for i in ids)
     if top >= vocabulary:
         raise ValueError(
@@ -56,7 +57,7 @@ def check_ids(model: Any, *ids: np.ndarray[Any, Any]) -> None:
 
 
 def _unshared_states(model: Any, packed: Packed) -> Tensor:
-    """Every call of the pack by itself. Decisions come in the order of the calls, so the results just line up."""
+    """Runs every call of the pack by itself. Decisions are in the order of the calls, and so are the results."""
     decisions = packed.decisions
     first = np.flatnonzero(np.diff(decisions.call, prepend=-1))
     last = np.append(first[1:], len(decisions)) - 1

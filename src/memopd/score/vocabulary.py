@@ -1,9 +1,9 @@
-"""One pass over the vocabulary: log p(a), entropy and the divergence from a teacher from one chunk's logits.
+"""One pass over the vocabulary computes log p(a), entropy and the divergence from a teacher, chunk by chunk.
 
 Nothing of shape [decisions, vocabulary] outlives its chunk: the backward pass computes a chunk's logits again.
-On a GPU two Triton kernels (`fused`) do the reductions; elsewhere, and in float64, plain PyTorch. The kernels know the
-reverse KL. Another divergence runs in plain PyTorch beside them, in a pass of its own: log p(a) must come from the same
-kernels with a teacher and without, or π_θ would differ from π_old by rounding before the first step.
+On a GPU two Triton kernels (`fused`) do the reductions; elsewhere, and in float64, plain PyTorch does. The kernels
+support only the reverse KL. Another divergence runs in plain PyTorch in a separate pass: log p(a) must come from the
+same kernels with and without a teacher, or π_θ would differ from π_old by rounding before the first step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUP = 4  # chunks whose gradients go into one product with the states: one rou
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The teacher's side: its head and its hidden states, never its logits, and how far from it is measured."""
+    """The teacher's head and hidden states (never its logits), and the divergence to compute."""
 
     head: Head
     states: Tensor  # [D, H_T]
@@ -52,7 +52,8 @@ def vocabulary_scores(
         return _fused(head, states, tokens, temperature, teacher, chunk)
 
     def plain(part: slice) -> tuple[Tensor, ...]:
-        return reference_scores(head, states[part], tokens[part], temperature, *_theirs(teacher, part, states.device))
+        target = _teacher_arguments(teacher, part, states.device)
+        return reference_scores(head, states[part], tokens[part], temperature, *target)
 
     logprob, entropy, *divergence = _by_chunk(plain, len(tokens), chunk)
     return VocabularyScores(logprob, entropy, divergence[0] if divergence else None)
@@ -61,17 +62,17 @@ def vocabulary_scores(
 def _fused(
     head: Head, states: Tensor, tokens: Tensor, temperature: float, teacher: Target | None, chunk: int
 ) -> VocabularyScores:
-    from memopd.score.fused import fused_scores  # Triton exists only where there is a GPU
+    from memopd.score.fused import fused_scores  # Triton exists only with a GPU
 
     fused = teacher is not None and teacher.divergence is reverse_kl
-    theirs = (teacher.head, teacher.states) if teacher is not None and fused else (None, None)
-    logprob, entropy, kl = fused_scores(head, states, tokens, temperature, theirs[0], theirs[1], chunk, GROUP)
+    target = (teacher.head, teacher.states) if teacher is not None and fused else (None, None)
+    logprob, entropy, kl = fused_scores(head, states, tokens, temperature, target[0], target[1], chunk, GROUP)
     if teacher is None or fused:
         return VocabularyScores(logprob, entropy, kl)
 
     def plain(part: slice) -> tuple[Tensor, ...]:
         logits = _precise(head.logits(states[part])) / temperature
-        return (divergence_from(logits, temperature, *_theirs(teacher, part, states.device)),)
+        return (divergence_from(logits, temperature, *_teacher_arguments(teacher, part, states.device)),)
 
     (divergence,) = _by_chunk(plain, len(tokens), chunk)
     return VocabularyScores(logprob, entropy, divergence)
@@ -82,7 +83,7 @@ def _by_chunk(scores: Callable[[slice], tuple[Tensor, ...]], count: int, chunk: 
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def _theirs(teacher: Target | None, part: slice, device: torch.device) -> tuple[Any, ...]:
+def _teacher_arguments(teacher: Target | None, part: slice, device: torch.device) -> tuple[Any, ...]:
     """The last arguments of `reference_scores` and `divergence_from`, for one chunk."""
     return () if teacher is None else (teacher.head, teacher.states[part].to(device), teacher.divergence)
 
@@ -96,7 +97,7 @@ def reference_scores(
     teacher_states: Tensor | None = None,
     divergence: Divergence = reverse_kl,
 ) -> tuple[Tensor, ...]:
-    """The definition, in plain PyTorch: (log p(a), entropy[, divergence]), at least in float32."""
+    """The definition, in plain PyTorch: (log p(a), entropy[, divergence]), in at least float32."""
     logits = _precise(head.logits(states)) / temperature
     logp = logits.log_softmax(-1)
     logprob = logp.gather(-1, tokens[:, None])[:, 0]
@@ -109,11 +110,11 @@ def reference_scores(
 def divergence_from(
     logits: Tensor, temperature: float, teacher: Head, teacher_states: Tensor, divergence: Divergence
 ) -> Tensor:
-    """A teacher of another width is compared over the shared ids, both distributions renormalised.
+    """The divergence over the ids that student and teacher share, with both distributions renormalised.
 
     Heads are padded to different widths: Qwen2.5-3B has 151,936 logits and 7B has 152,064.
     """
-    with torch.no_grad():  # the teacher is frozen, whoever owns its weights
+    with torch.no_grad():  # the teacher is frozen, even if its weights require gradients
         teacher_logits = _precise(teacher.logits(teacher_states)) / temperature
     shared = min(logits.shape[-1], teacher_logits.shape[-1])
     return checked(divergence(logits[:, :shared], teacher_logits[:, :shared]), len(logits))

@@ -1,7 +1,7 @@
 """From rewards to advantages, over sampled decisions only. Pure functions, one equation each.
 
-Arrays run over the decisions of a batch: episode after episode, call after call, token after token. Context copies and
-observations are not in them, so the recursion cannot walk over them.
+Arrays are over the decisions of a batch: episode after episode, call after call, token after token. They do not contain
+copied context and observations, so the recursion cannot pass over these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def token_rewards(
     call_last: Tensor,  # [D] bool: the last sampled token of its call
     call_reward: Tensor,  # [C] r_t, in the order of the calls
 ) -> Tensor:
-    """Equation (reward), right: r̃_j = r_j − β·KL^ref_j, r_t on its call's last token and the task's on the last."""
+    """Equation (reward), right: r̃_j = r_j − β·KL^ref_j. r_t is on the last token of its call, the task's reward on the
+    last token of the episode."""
     _flat(kl_ref, last, call_last)
     reward = -beta * kl_ref
     reward[call_last] += call_reward.to(reward)
@@ -35,7 +36,7 @@ def token_rewards(
 def gae(
     reward: Tensor,  # [D] r̃
     value: Tensor,  # [D] V
-    last: Tensor,  # [D] bool: the episode ends here, and V after it is zero
+    last: Tensor,  # [D] bool: the episode ends here, so V after it is zero
     gamma: float,
     lam: float,
 ) -> Tensor:
@@ -52,14 +53,14 @@ def gae(
 
 
 def group_advantages(
-    outcome: Tensor,  # [E] what each episode earned
-    group: Tensor,  # [E] episodes of one task have one number
+    outcome: Tensor,  # [E] the total reward of each episode
+    group: Tensor,  # [E] the same number for all episodes of a task
     episode: Tensor,  # [D] the episode of each decision
 ) -> Tensor:
     """Without a critic: every decision of an episode gets (R − mean of its group) / standard deviation of its group.
 
-    A group that all agrees, or has one member, teaches nothing: zero. In double precision, so that equal rewards have
-    an equal mean; a deviation that is rounding must not be blown up to one.
+    A group of equal rewards, or of one episode, gives zero: there is nothing to learn from it. Computed in double
+    precision, so that the mean of equal rewards equals them; otherwise rounding would be scaled up to a deviation of 1.
     """
     _, index, size = group.unique(return_inverse=True, return_counts=True)
     R = outcome.double()
@@ -71,14 +72,14 @@ def group_advantages(
 
 
 def leave_one_out(
-    outcome: Tensor,  # [E] what each episode earned
-    group: Tensor,  # [E] episodes of one task have one number
+    outcome: Tensor,  # [E] the total reward of each episode
+    group: Tensor,  # [E] the same number for all episodes of a task
     episode: Tensor,  # [D] the episode of each decision
 ) -> Tensor:
     """Without a critic: every decision of an episode gets R − mean of the *other* episodes of its group.
 
-    With n members that is (R − mean of all) · n / (n − 1). An episode without others has nothing to be compared with:
-    zero. In double precision, so that equal rewards have an equal mean.
+    With n members that is (R − mean of all) · n / (n − 1). An episode without others has no comparison and gets zero.
+    Computed in double precision, so that the mean of equal rewards equals them.
     """
     _, index, size = group.unique(return_inverse=True, return_counts=True)
     R = outcome.double()
@@ -88,7 +89,7 @@ def leave_one_out(
 
 
 def whiten(advantage: Tensor) -> Tensor:
-    """Zero mean, unit variance over the batch, as verl does it: (A − mean) / √(variance + 1e-8)."""
+    """Zero mean and unit variance over the batch, as in verl: (A − mean) / √(variance + 1e-8)."""
     if len(advantage) < 2:
         return torch.zeros_like(advantage)
     A = advantage.double()
@@ -96,7 +97,7 @@ def whiten(advantage: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, target: Tensor) -> float:
-    """1 − Var(target − V) / Var(target): 1 is a perfect critic, 0 one that knows the mean."""
+    """1 − Var(target − V) / Var(target): 1 for a perfect critic, 0 for one that predicts the mean."""
     if len(target) < 2 or not (variance := target.double().var()) > 0:
         return 0.0
     return float(1 - (target.double() - value.double()).var() / variance)

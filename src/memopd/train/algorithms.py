@@ -1,13 +1,14 @@
-"""What a training algorithm decides: how much credit each sampled token gets, and the loss that follows from it.
+"""Training algorithms define the credit of each sampled token and the policy loss.
 
     ppo    a critic and GAE over the sampled tokens of an episode        clipped ratio of each token
     grpo   (R − mean) / standard deviation of the episodes of its task   clipped ratio of each token
     rloo   R − mean of the other episodes of its task                    clipped ratio of each token
-    gspo   as grpo                                                       clipped ratio of each call, as a whole
+    gspo   as grpo                                                       clipped ratio of each call as a whole
 
-An algorithm is a class of `needs_critic`, `credit` and `loss` (`Algorithm`), made once per run with the settings of
-[optimise] that its constructor names. Your own is `optimise.algorithm = "module:Class"`; examples/own_algorithm.py has
-one. The caller adds entropy and the teacher's term, and takes care of packs, accumulation and ranks.
+An algorithm is a class with `needs_critic`, `credit` and `loss` (`Algorithm`). It is built once per run; its
+constructor may have any setting of [optimise] as a parameter. You name your own by `optimise.algorithm =
+"module:Class"`; examples/own_algorithm.py is an example. The caller adds entropy and the teacher's term, and takes care
+of packs, accumulation and ranks.
 """
 
 from __future__ import annotations
@@ -37,92 +38,92 @@ UNITS = ("token", "call", "episode")
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """All sampled tokens of a step (D of them, in E episodes of C calls), and what they earned.
+    """All sampled tokens of a step (D tokens, in E episodes with C calls), and their rewards, on the CPU.
 
-    Episode after episode, call after call, token after token. Context and observations are not in it. On the CPU.
+    In order: episode after episode, call after call, token after token, without context and observations.
     """
 
     logp_old: Tensor  # [D] log-probability under the policy at the beginning of the step
-    logp_ref: Tensor  # [D] under the reference; logp_old where optimise.reference = 0
-    value: Tensor  # [D] the critic's; zeros where there is none
+    logp_ref: Tensor  # [D] under the reference; equal to logp_old if optimise.reference = 0
+    value: Tensor  # [D] of the critic; zeros without a critic
     episode: Tensor  # [D] the episode of each token, 0 .. E − 1
     call: Tensor  # [D] the call of each token, 0 .. C − 1
     last: Tensor  # [D] bool: the last token of its episode
     call_last: Tensor  # [D] bool: the last token of its call
-    task_reward: Tensor  # [E] what the task gave at the end
-    call_reward: Tensor  # [C] r_t, what the environment gave for each call
-    group: Tensor  # [E] episodes of one task have the same number
+    task_reward: Tensor  # [E] the reward of the task, at the end
+    call_reward: Tensor  # [C] r_t, the environment's reward of each call
+    group: Tensor  # [E] the same number for all episodes of a task
 
     @property
     def penalty(self) -> Tensor:
-        """[D] [ℓ_old − ℓ_ref]₊: how far each token has moved away from the reference."""
+        """[D] [ℓ_old − ℓ_ref]₊: how much likelier each token is than under the reference."""
         return reference_penalty(self.logp_old, self.logp_ref)
 
     def rewards(self, beta: float = 0.0) -> Tensor:
-        """[D] r̃: rewards on the tokens that earned them, less β times the penalty on every token."""
+        """[D] r̃: rewards at the tokens that earned them, minus β times the penalty at every token."""
         penalty = self.penalty if beta else torch.zeros_like(self.logp_old)
         return token_rewards(penalty, beta, self.last, self.task_reward, self.call_last, self.call_reward)
 
     @property
     def outcome(self) -> Tensor:
-        """[E] R: all that an episode earned, of the task and of its calls."""
+        """[E] R: the total reward of an episode, from the task and its calls."""
         return torch.zeros_like(self.task_reward).index_add(0, self.episode, self.rewards())
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
     advantage: Tensor  # [D]
-    target: Tensor | None = None  # [D] what the critic learns; with `needs_critic`
+    target: Tensor | None = None  # [D] the critic's targets; required with `needs_critic`
     metrics: dict[str, float] = field(default_factory=dict)  # written to metrics.jsonl under these names
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The sampled tokens of one pack (d of them, in c calls), under the policy as it is now. On its device.
+    """The sampled tokens of one pack (d tokens, in c calls) under the current policy, on the policy's device.
 
-    A pack holds calls whole, and parts of episodes: what a loss needs of a whole episode belongs in the advantage.
+    A pack contains whole calls but only parts of episodes. A quantity of a whole episode belongs in the advantage.
     """
 
     logp: Tensor  # [d] log-probability under the policy; the loss is differentiated through it
-    entropy: Tensor  # [d] of the policy, likewise
+    entropy: Tensor  # [d] of the policy, also differentiable
     logp_old: Tensor  # [d]
     logp_ref: Tensor  # [d]
-    advantage: Tensor  # [d] what `credit` gave
+    advantage: Tensor  # [d] from `credit`
     call: Tensor  # [d] the call of each token, 0 .. c − 1
     call_size: Tensor  # [c] tokens of each call
 
     def call_mean(self, values: Tensor) -> Tensor:
-        """[d] to [c]: the mean over the tokens of each call."""
+        """The mean over the tokens of each call, from [d] to [c]."""
         return values.new_zeros(len(self.call_size)).index_add(0, self.call, values) / self.call_size
 
 
 class Algorithm(Protocol):
-    """What your class must have. It may also have:
+    """The members that your class must have. It may also have:
 
-    unit: str          what the loss is a sum over: "token" (the default), "call" or "episode"
-    needs_group: bool  True: it compares episodes of a task, so that optimise.samples = 1 is refused; default False
+    unit: str          the loss is a sum over these: "token" (the default), "call" or "episode"
+    needs_group: bool  True: it compares the episodes of a task, so optimise.samples = 1 is an error; default False
     clipped(tokens)    [d] bool: tokens whose ratio is outside the clip; their share is the metric `clip_fraction`
     """
 
-    needs_critic: ClassVar[bool]  # True: a critic is trained, on the targets that `credit` gives
+    needs_critic: ClassVar[bool]  # True: a critic is trained on the targets from `credit`
 
     def credit(self, experience: Experience) -> Credit:
-        """Advantages of all tokens of a step. Called once per step, before the update."""
+        """The advantages of all tokens of a step. Called once per step, before the update."""
 
     def loss(self, tokens: Tokens) -> Tensor:
-        """A scalar, the *sum* over this pack's tokens (or calls); called for every pack of a mini-batch.
+        """A scalar: the *sum* over the tokens (or calls) of one pack. Called for every pack of a mini-batch.
 
-        The caller divides by the number of `unit`s in the whole mini-batch, so that neither packing nor accumulation
-        nor ranks change the result. A mean in here would.
+        The caller divides it by the number of `unit`s in the whole mini-batch, so that packing, accumulation and ranks
+        do not change the result. If you return a mean, they do.
         """
 
 
 @dataclass(frozen=True)
 class Clipped:
-    """The clipped surrogate of PPO on the ratio of each token: what the built-in algorithms have in common."""
+    """The clipped surrogate of PPO on the ratio of each token, which the built-in algorithms have in common."""
 
     clip: float  # ε
-    clip_high: float = 0.0  # 0: as `clip`
+    clip_high: float = 0.0  # 0: the same as `clip`
     reference: float = 0.0  # β
 
     needs_critic: ClassVar[bool] = False
@@ -142,7 +143,7 @@ class Clipped:
 
 @dataclass(frozen=True)
 class PPO(Clipped):
-    """The paper's: GAE over the sampled tokens of an episode, across its calls (Schulman et al., 2016 and 2017)."""
+    """The paper's algorithm: GAE over the sampled tokens of an episode, across calls (Schulman et al., 2016, 2017)."""
 
     gamma: float = 1.0
     gae_lambda: float = 1.0
@@ -161,8 +162,9 @@ class PPO(Clipped):
 class GRPO(Clipped):
     """Every token of an episode gets (R − mean) / deviation of the episodes of its task (Shao et al., 2024).
 
-    Only what was earned is compared: penalties that differ by a trifle must not part a group that agrees. Each token's
-    own penalty is taken off afterwards. The loss is a mean over tokens, so that long episodes do not count for less.
+    It compares only rewards, because slightly different penalties must not create advantages in a group of equal
+    rewards. The penalty of each token is subtracted afterwards. The loss is a mean over tokens, so that the tokens of
+    long episodes count as much as others.
     """
 
     needs_group: ClassVar[bool] = True
@@ -174,10 +176,10 @@ class GRPO(Clipped):
 
 @dataclass(frozen=True)
 class RLOO(Clipped):
-    """R less the mean of the other episodes of its task (Kool et al., 2019; Ahmadian et al., 2024).
+    """R minus the mean of the other episodes of its task (Kool et al., 2019; Ahmadian et al., 2024).
 
-    The penalty is taken off as in GRPO. Its authors' loss is REINFORCE, −log π · A; this clipped surrogate has the
-    same gradient as long as the ratio is 1, that is in the first mini-batch of a step, and is safe after it.
+    The penalty is subtracted as in GRPO. Its authors' loss is REINFORCE, −log π · A. This clipped surrogate has the
+    same gradient while the ratio is 1, that is in the first mini-batch of a step, and limits the ratio after that.
     """
 
     needs_group: ClassVar[bool] = True
@@ -189,11 +191,11 @@ class RLOO(Clipped):
 
 @dataclass(frozen=True)
 class GSPO(GRPO):
-    """GRPO's credit, clipped by sequences (Zheng et al., 2025); a sequence is a call, what one act of sampling made.
+    """GRPO's credit with a clipped ratio per sequence (Zheng et al., 2025); here a sequence is a completion.
 
     s = exp(mean of log ϱ over the call's tokens), and the loss is the mean over calls of −min(s A, clip(s) A), where A
-    is the mean advantage of the call's tokens. A mean of logarithms moves far less than a token's ratio: its authors
-    clip at 3e-4 and 4e-4 (`clip`, `clip_high`).
+    is the mean advantage of the call's tokens. A mean of logarithms varies far less than a token's ratio, so its
+    authors clip at 3e-4 and 4e-4 (`clip`, `clip_high`).
     """
 
     unit: ClassVar[str] = "call"
@@ -210,7 +212,7 @@ ALGORITHMS: dict[str, Any] = {"ppo": PPO, "grpo": GRPO, "rloo": RLOO, "gspo": GS
 
 
 def algorithm_of(o: OptimiseConfig) -> Algorithm:
-    """The algorithm that a run names, made with its settings. Mistakes are one line, and cost no model."""
+    """The algorithm that a run names, built with its settings. Mistakes raise one line, before a model is loaded."""
     part = resolve(SETTING, o.algorithm, ALGORITHMS, ("needs_critic", "credit", "loss"))
     if not inspect.isclass(part):
         raise ValueError(f"{SETTING}: {o.algorithm!r} must be a class, got {type(part).__name__}")
@@ -240,7 +242,7 @@ def needs_group(algorithm: Algorithm) -> bool:
 
 
 def clipped_tokens(algorithm: Algorithm, tokens: Tokens) -> Tensor:
-    """[d] bool: none of an algorithm that does not clip."""
+    """[d] bool. All are False for an algorithm that does not clip."""
     clipped = getattr(algorithm, "clipped", None)
     return torch.zeros_like(tokens.call, dtype=torch.bool) if clipped is None else clipped(tokens)
 

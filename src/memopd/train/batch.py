@@ -1,8 +1,8 @@
-"""Episodes to mini-batches: which decisions, in which packs.
+"""Turns episodes into mini-batches: their decisions and packs.
 
-Mini-batches are sets of episodes, drawn before packing; packs never cross them. Every quantity of a decision lives at
-its *place* in the mini-batch (episode after episode, call after call, token after token), whatever pack computed it, so
-that results depend neither on packing nor on accumulation nor on ranks.
+Mini-batches are sets of episodes, drawn before packing, and no pack spans two of them. Every quantity of a decision is
+stored at its *place* in the mini-batch (episode after episode, call after call, token after token), independently of
+the pack that computed it, so that results do not depend on packing, accumulation or ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MiniBatch:
     last: Bools  # [D] the episode's last decision
     call_last: Bools  # [D] its call's last decision
     call_reward: Floats  # [calls] r_t
-    budget: int  # rows a pack
+    budget: int  # rows per pack
 
     def __len__(self) -> int:
         return len(self.episode)
@@ -53,11 +53,11 @@ class MiniBatch:
 
     @property
     def tokens(self) -> int:
-        """Rows that independent calls would need."""
+        """The number of rows that independent calls would need."""
         return sum(map(path_length, self.calls))
 
     def calls_in(self, work: Work) -> tuple[Ints, Ints, Ints]:
-        """Of a pack: its calls (indices into `calls`), the number of each decision's call among them, their sizes."""
+        """The calls of a pack (indices into `calls`), the number of each decision's call among them, their sizes."""
         held, number, size = np.unique(self.call[work.place], return_inverse=True, return_counts=True)
         assert all(len(self.calls[i].completion) == n for i, n in zip(held, size, strict=True)), "a call was cut"
         return held, number, size
@@ -65,8 +65,8 @@ class MiniBatch:
     def persistent(self, episodes: Iterable[int]) -> list[Work]:
         """The control: flattened histories in place of the exact states.
 
-        Each is a sequence of its own; they lie side by side in packs, so that a device has enough to do at once. One
-        that is longer than the budget is a pack by itself: who asks for the control pays for its length.
+        Each history is a separate sequence; several share a pack, so that a device has enough work at once. A history
+        that is longer than the budget is a pack by itself, because the control must not cut it.
         """
         first = np.searchsorted(self.episode, np.arange(len(self.episodes)))
         packs: list[Work] = []
@@ -89,7 +89,7 @@ def _together(group: Sequence[Work]) -> Work:
 
 
 def mini_batch(episodes: Sequence[Episode], budget: int, micro_batch: int = 0, share: bool = True) -> MiniBatch:
-    """Packs of at most `budget` rows; the calls of at most `micro_batch` episodes share them (0: of all)."""
+    """Packs of at most `budget` rows, each with calls of at most `micro_batch` episodes (0: no limit)."""
     calls = [c for e in episodes for c in e.calls if c.trainable]
     owner = np.repeat(np.arange(len(episodes)), [sum(c.trainable for c in e.calls) for e in episodes])
     size = np.array([len(c.completion) for c in calls], np.int64)
@@ -116,7 +116,7 @@ def mini_batch(episodes: Sequence[Episode], budget: int, micro_batch: int = 0, s
 
 
 def _places(packed: Packed, first: Ints) -> Ints:
-    """A pack holds its calls whole: count on from the first decision of each."""
+    """A pack contains whole calls, so places count up from the first decision of each call."""
     call = packed.decisions.call.astype(np.int64)
     begin = np.flatnonzero(np.diff(call, prepend=-1))
     within = np.arange(len(call)) - np.repeat(begin, np.diff(np.append(begin, len(call))))
@@ -124,7 +124,7 @@ def _places(packed: Packed, first: Ints) -> Ints:
 
 
 def _call_rewards(episode: Episode) -> list[float]:
-    """r_t of the trainable calls. What a call earned that is context only was earned by the last sampled action."""
+    """r_t of the trainable calls. The reward of a call that is context only goes to the trainable call before it."""
     rewards: list[float] = []
     for call in episode.calls:
         if call.trainable:
@@ -139,9 +139,9 @@ def path_length(call: Call) -> int:
 
 
 def usable(episodes: Sequence[Episode], budget: int, temperature: float) -> tuple[list[Episode], list[str]]:
-    """(what can be trained on, why each other one cannot).
+    """(the episodes to train on, the reasons why the others were left out).
 
-    The episode is the atom: one over-long call leaves it out whole, in every arm of a comparison alike.
+    One call that is too long leaves out its whole episode, so that all arms of a comparison leave out the same ones.
     """
     kept, reasons = [], []
     for episode in episodes:
@@ -156,12 +156,12 @@ def usable(episodes: Sequence[Episode], budget: int, temperature: float) -> tupl
 
 
 def _check_distribution(episode: Episode, temperature: float) -> None:
-    """Ratios and divergences are of the distribution that was sampled from, or of nothing that happened."""
+    """Ratios and divergences must use the distribution from which the tokens were sampled."""
     s = episode.sampling
     if s.top_p < 1 or s.top_k:
         raise ValueError(
-            f"episode {episode.id!r} was sampled with top-p or top-k: its log-probabilities are of another "
-            "distribution than the policy's; sample with the whole distribution to train"
+            f"episode {episode.id!r} was sampled with top-p or top-k: its log-probabilities are not those of the "
+            "policy; to train, sample from the whole distribution"
         )
     if s.temperature != temperature:
         raise ValueError(
@@ -179,27 +179,27 @@ def compile_batches(episodes: list[Episode], config: OptimiseConfig, seed: int, 
 
 
 def draw(count: int, mini_batch: int, seed: int, step: int) -> list[list[int]]:
-    """Episodes 0..count-1 in a random order, cut into mini-batches: a function of the seed alone.
+    """Episodes 0..count-1 in a random order, split into mini-batches. Depends only on the seed and the step.
 
-    Where episodes were left out, all are a little smaller: an optimiser step on the two that remain would be noise.
-    One drawing serves all epochs of a step, so that π_θ always runs in the packs that π_old was scored in.
+    If episodes were left out, all mini-batches are a little smaller, because an optimiser step on the few that remain
+    would be noise. All epochs of a step use the same mini-batches, so that π_θ always runs in the packs of π_old.
     """
     order = np.random.default_rng([seed, step]).permutation(count)
     return [sorted(part.tolist()) for part in np.array_split(order, -(-count // mini_batch))]
 
 
 def parts_of(batch: MiniBatch, decode: Callable[[Ids], str]) -> Bools:
-    """[D] whether a decision belongs to the <think> part of its response (else to the action)."""
+    """[D] True if a decision belongs to the <think> part of its response, False if to the action."""
     size = [len(c.completion) for c in batch.calls]
     within = np.arange(len(batch)) - np.repeat(np.cumsum([0, *size[:-1]]), size)
     return within < np.repeat([_think_length(c.completion, decode) for c in batch.calls], size)
 
 
 def _think_length(ids: Ids, decode: Callable[[Ids], str]) -> int:
-    """Tokens up to the one in which </think> ends; all of them where it never does."""
+    """The number of tokens up to the one in which </think> ends; all tokens if there is no </think>."""
     if "</think>" not in decode(ids):
         return len(ids)
-    low, high = 1, len(ids)  # the shortest prefix that holds the tag: more tokens never lose it
+    low, high = 1, len(ids)  # bisection for the shortest prefix with the tag: every longer prefix contains it too
     while low < high:
         middle = (low + high) // 2
         if "</think>" in decode(ids[:middle]):

@@ -1,4 +1,4 @@
-"""Is what is about to be trained on equivalent to independent calls? The report is kept; a failure stops the run."""
+"""Checks, before an update, that packs are equivalent to independent calls. A failure stops the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("memopd")
 
 
 def check_equivalence(learner: Learner, batch: MiniBatch, path: Path, step: int) -> None:
-    """The largest pack of the batch, as it will be trained on, against its calls alone."""
+    """Compare the largest pack of the batch, as it will be trained on, with its calls alone."""
     model = learner.student.model
     if is_sharded(learner.student):
         model = whole_copy(learner.student, learner.config.model.dtype)
@@ -55,10 +55,10 @@ def check_equivalence(learner: Learner, batch: MiniBatch, path: Path, step: int)
 
 
 def may_be_rounding(report: EquivalenceReport) -> bool:
-    """Failed in half precision, by less than twice the tolerance: float32 must decide.
+    """True if the check failed in half precision by less than twice the tolerance, so that float32 must decide.
 
-    The error and its yardstick are each the largest of many rounding errors, one draw each. In half precision their
-    ratio is above two now and then (2.06 for one of five seeds of a 3 M model) though every row is right.
+    The error and the reference's own error are each the largest of many rounding errors. In half precision their ratio
+    sometimes exceeds two (2.06 for one of five seeds of a 3 M model) although every row is correct.
     """
     half = report.dtype in ("bfloat16", "float16")
     return half and not report.passed and not report.problems and report.error <= 2 * report.tolerance
@@ -72,7 +72,7 @@ def _keep(report: EquivalenceReport, file: Path) -> Path:
 
 
 def alone(batch: MiniBatch) -> tuple[Packed, list[Call]]:
-    """The largest pack, which has the most to say, with the calls that it holds, numbered from 0."""
+    """The largest pack, which checks the most rows, and its calls, numbered from 0."""
     work = max(batch.work, key=lambda w: len(w.packed))
     held, number, _ = batch.calls_in(work)
     decisions = replace(work.packed.decisions, call=number.astype(np.int32))

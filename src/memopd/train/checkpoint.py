@@ -1,12 +1,12 @@
-"""Checkpoints that appear whole or not at all, and fit any number of ranks.
+"""Checkpoints appear complete or not at all, and you can load them with any number of ranks.
 
     checkpoints/step-000010/
         student-00000-of-00002.safetensors   each rank's rows of every tensor, in float32
-        state.json                           step, world, files: written last
-    checkpoints/latest                       the name of the newest complete one: moves last of all
+        state.json                           step and file sizes; written last
+    checkpoints/latest                       the name of the newest complete checkpoint; written after it
 
-FSDP cuts tensors along their first dimension, so a reader with another number of ranks takes the rows it needs from
-the files that have them. safetensors and JSON only: nothing is unpickled.
+FSDP splits tensors along their first dimension, so a reader with another number of ranks takes the rows it needs from
+the files that contain them. The files are safetensors and JSON only, so that nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from memopd.train import ranks
 
 
 def save(run: Path, step: int, tensors: dict[str, dict[str, Tensor]], keep: int) -> None:
-    """`tensors` maps a name (student, critic, ...) to tensors, sharded or whole. A collective.
+    """`tensors` maps a name (student, critic, ...) to tensors, sharded or whole. All ranks must call it.
 
-    Nothing else needs saving: schedules, batches and seeds are functions of the step.
+    Nothing else must be saved, because schedules, batches and seeds are functions of the step.
     """
     folder = run / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_name(f".{folder.name}.partial")
     if ranks.rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before `latest` moved
+        shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed before it wrote `latest`
         partial.mkdir(parents=True)
     ranks.barrier()
     for name, group in tensors.items():
@@ -60,7 +60,7 @@ def _write(file: Path, group: dict[str, Tensor]) -> None:
     starts = {key: str(_start(value)) for key, value in group.items()}
     try:
         save_file({key: _local(value).cpu().contiguous() for key, value in group.items()}, file, starts)
-    except SafetensorError as error:  # it hides the system's own error, such as a full disk
+    except SafetensorError as error:  # safetensors wraps system errors, such as a full disk
         shutil.rmtree(file.parent, ignore_errors=True)
         raise OSError(f"{file}: cannot be written ({error}); the last checkpoint is intact") from None
     sync(file)
@@ -72,7 +72,7 @@ def latest(run: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The content of state.json, after checking that every file is there in full."""
+    """The content of state.json, after a check that every file exists with its full size."""
     try:
         state = dict(json.loads((folder / "state.json").read_text()))
     except (OSError, json.JSONDecodeError) as error:
@@ -85,14 +85,14 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore(folder: Path | None, tensors: dict[str, dict[str, Tensor]]) -> None:
-    """Fill what `save` was given from a checkpoint, where there is one."""
+    """Fill the tensors that `save` wrote from a checkpoint, if there is one."""
     if folder is not None:
         for name, into in tensors.items():
             load(folder, name, into)
 
 
 def load(folder: Path, name: str, into: dict[str, Tensor]) -> None:
-    """Fill tensors, sharded or whole, in place from the rows that any number of ranks saved."""
+    """Fill tensors, sharded or whole, in place from a checkpoint that any number of ranks saved."""
     try:
         readers = _readers(folder, name)
         for key, target in into.items():
@@ -115,7 +115,7 @@ def load(folder: Path, name: str, into: dict[str, Tensor]) -> None:
 
 
 def optimiser_tensors(optimiser: torch.optim.AdamW, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state under the parameters' names; made first where no step has been taken yet."""
+    """AdamW's state under the names of the parameters. Creates the state if no step was taken yet."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in weights.items():
         state = optimiser.state[parameter]
@@ -128,7 +128,7 @@ def optimiser_tensors(optimiser: torch.optim.AdamW, weights: dict[str, Tensor]) 
 
 
 def _readers(folder: Path, name: str) -> list[Any]:
-    """One per rank that wrote, in their order."""
+    """One reader per rank that saved the checkpoint, in the order of the ranks."""
     files = sorted(folder.glob(f"{name}-[0-9]*-of-*.safetensors"))  # not those of {name}-optimiser
     if not files:
         raise ValueError(f"{folder}: has no {name}; {_advice(folder)}")
@@ -136,7 +136,7 @@ def _readers(folder: Path, name: str) -> list[Any]:
 
 
 def _pieces(readers: list[Any], key: str) -> Iterator[tuple[int, Any]]:
-    """(first row, rows) in the order of the ranks; a tensor that was whole is in every file: once is enough."""
+    """(first row, rows) in the order of the ranks. A tensor that was not sharded is in every file, and yielded once."""
     seen: set[int] = set()
     for reader in readers:
         start = int(reader.metadata()[key])
@@ -147,12 +147,12 @@ def _pieces(readers: list[Any], key: str) -> Iterator[tuple[int, Any]]:
 
 
 def _local(value: Tensor) -> Tensor:
-    value = value.detach()  # shares the memory, so that filling it fills the parameter
+    value = value.detach()  # shares its memory, so that filling it fills the parameter
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _start(value: Tensor) -> int:
-    """The first row that this rank holds: FSDP cuts like torch.chunk."""
+    """The first row of this rank: FSDP splits like torch.chunk."""
     if not isinstance(value, DTensor) or value.ndim == 0:
         return 0
     chunk = -(-value.shape[0] // ranks.world())
@@ -160,10 +160,10 @@ def _start(value: Tensor) -> int:
 
 
 def _steps(folder: Path, up_to: int) -> list[Path]:
-    """Checkpoints up to a step, oldest first. Later ones were written before this run was resumed further back."""
+    """Checkpoints up to a step, oldest first. Later ones remain from before the run was resumed at an earlier step."""
     return [f for f in sorted(folder.glob("step-*")) if int(f.name.removeprefix("step-")) <= up_to]
 
 
 def _advice(folder: Path) -> str:
     others = [f.name for f in sorted(folder.parent.glob("step-*")) if f != folder and (f / "state.json").is_file()]
-    return f"write {others[-1]} into {folder.parent / 'latest'} to go on from there" if others else "start again"
+    return f"write {others[-1]} into {folder.parent / 'latest'} to continue from there" if others else "start again"

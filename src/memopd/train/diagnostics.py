@@ -1,4 +1,4 @@
-"""What people look at: quality, drift, sharing, one console line a step."""
+"""Diagnostics of a run: quality, drift, sharing, and one console line per step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def describe(episodes: list[Episode], batches: list[MiniBatch], scored: list[Sco
 
 
 def quality(source: Source, episodes: list[Episode]) -> dict[str, float]:
-    """EM and F1 of the episodes that were sampled last; recorded episodes have only their reward."""
+    """EM and F1 of the episodes that were sampled last. Recorded episodes have only a reward."""
     if not isinstance(source, Sampler):
         return {}
     outcomes = [source.outcomes[e.id] for e in episodes]
@@ -53,7 +53,7 @@ SHOWN = {
 }  # fmt: skip
 
 
-def say(step: int, steps: int, metrics: dict[str, Any]) -> None:
+def log_step(step: int, steps: int, metrics: dict[str, Any]) -> None:
     if ranks.rank() == 0:
         shown = [f"{name} {_short(metrics[key])}" for key, name in SHOWN.items() if key in metrics]
         log.info("  ".join([f"step {step + 1}/{steps}", *shown]))

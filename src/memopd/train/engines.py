@@ -1,4 +1,4 @@
-"""The engines that sample with the policy as it is now: in this process, or on vLLM servers."""
+"""The engines that sample with the current policy, in this process or on vLLM servers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from memopd.train.models import PolicyRoot, copy_weights, is_sharded, whole_copy
 from memopd.types import Call, Floats, Ids, Sampling
 from memopd.verify.equivalence import MORE_PRECISE, name_of
 
-PROMPTS, TOKENS = 4, 16  # that servers are verified with
+PROMPTS, TOKENS = 4, 16  # for the verification of servers: prompts, and tokens per prompt
 
 
 class LocalPolicy:
-    """The model that is trained samples itself; where it is sharded, every rank keeps a whole copy to sample with."""
+    """Samples from the model that is trained. If that is sharded, every rank keeps a whole copy for sampling."""
 
     def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, _: Path) -> None:
         self.root, self.version = root, -1
@@ -36,8 +36,8 @@ class LocalPolicy:
     def refresh(self, version: int) -> None:
         """From now on, sample with the weights after `version` updates.
 
-        What the engine remembers of earlier prompts goes even where the weights are the same: a resumed run has no
-        such memory, and must round as this one does.
+        This drops the engine's cache of earlier prompts even if the weights are the same: a resumed run starts with an
+        empty cache, and both runs must round alike.
         """
         with self.engine.updating(version):
             if self.model is not self.root.model and version != self.version:
@@ -46,14 +46,14 @@ class LocalPolicy:
 
 
 class ServedPolicy:
-    """vLLM servers that load the weights of every update from the run directory, and are verified each time."""
+    """Samples from vLLM servers. They load the weights of every update from the run directory and are verified then."""
 
     def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
         self.root, self.version = root, -1
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.temperature = config.sampling.temperature
-        asked = read_tasks(config.tasks.train or config.tasks.dev)[:PROMPTS]
-        self.prompts = [prefix_of(tokenizer, user_message(task)) for task in asked]
+        tasks = read_tasks(config.tasks.train or config.tasks.dev)[:PROMPTS]
+        self.prompts = [prefix_of(tokenizer, user_message(task)) for task in tasks]
         self.engine = VllmEngine(config.sampling.servers, tokenizer, folder=run / "served")
 
     def refresh(self, version: int) -> None:
@@ -64,12 +64,12 @@ class ServedPolicy:
         weights = {name: value.to(self.dtype).cpu() for name, value in whole_weights(self.root) if first}
         if first:
             self.engine.update(weights, version)
-        ranks.barrier()  # the other ranks' engines read the version off the servers
-        sampling = Sampling(temperature=self.temperature, max_tokens=TOKENS)  # which the tolerance belongs to
+        ranks.barrier()  # the engines of the other ranks get the version from the servers
+        sampling = Sampling(temperature=self.temperature, max_tokens=TOKENS)  # the temperature of the tolerance
         self.engine.verify(self.score, self.prompts, tolerance=self._tolerance(), sampling=sampling)
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> list[Floats]:
-        """log p of the completions: one forward pass, for every rank must make as many as the others."""
+        """log p of the completions. One forward pass, because every rank must make the same number of passes."""
         packed = compile_calls([Call(prompt, completion) for prompt, completion in pairs])
         with torch.no_grad():
             logp, *_ = self.root(packed, temperature)
@@ -77,7 +77,7 @@ class ServedPolicy:
         return [part.double().cpu().numpy() for part in logp.split(sizes)]
 
     def _tolerance(self) -> float:
-        """What rounding allows, measured on the prompts with the weights as they are now."""
+        """The tolerance for rounding, measured on the prompts with the current weights."""
         precise = whole_copy(self.root, name_of(MORE_PRECISE.get(self.dtype, torch.float64)))
         copy_weights(self.root, precise)
 

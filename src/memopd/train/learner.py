@@ -1,4 +1,4 @@
-"""The models of a run, their optimisers, and the trained policy at the end."""
+"""The models of a run and their optimisers, and the export of the trained policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Learner:
     divergence: Divergence
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds."""
+        """The content of a checkpoint."""
         found = trained_tensors("student", self.student, self.actor_optimiser)
         if self.critic is not None and self.critic_optimiser is not None:
             found |= trained_tensors("critic", self.critic, self.critic_optimiser)
@@ -53,7 +53,7 @@ class Learner:
 
 
 def build(config: RunConfig, device: torch.device) -> Learner:
-    """One model after the other, so that the host holds few of them whole at a time."""
+    """Loads one model after the other, so that host memory holds few whole models at a time."""
     m, o = config.model, config.optimise
     if not m.student:
         raise ValueError("model.student: name a model folder or hub name to train")
@@ -80,7 +80,7 @@ def build(config: RunConfig, device: torch.device) -> Learner:
 
 
 def check_objective(config: RunConfig) -> None:
-    """The algorithm and the divergence that a run names must resolve. Called before any model is loaded."""
+    """Check that the algorithm and the divergence of a run resolve. Called before any model is loaded."""
     o, algorithm = config.optimise, algorithm_of(config.optimise)
     if needs_group(algorithm) and o.samples < 2 and not config.sampling.replay:
         raise ValueError(
@@ -90,7 +90,7 @@ def check_objective(config: RunConfig) -> None:
 
 
 def is_guided(config: RunConfig) -> bool:
-    """λ = 0 is PPO, to the bit: the teacher is not even loaded."""
+    """Whether there is a teacher. λ = 0 is PPO bit for bit, so the teacher is not even loaded."""
     if config.teacher.state == "none" or config.teacher.weight == 0:
         return False
     if not config.model.teacher:
@@ -99,7 +99,7 @@ def is_guided(config: RunConfig) -> bool:
 
 
 def adamw(root: Root, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    # Fused on a GPU: the other implementations need a third copy of the weights for a moment.
+    # Fused on a GPU, because the other implementations temporarily need a third copy of the weights.
     fused = next(iter(root.weights.values())).is_cuda
     return torch.optim.AdamW(root.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused)
 
@@ -110,7 +110,7 @@ def trained_tensors(name: str, root: Root, optimiser: torch.optim.AdamW) -> dict
 
 
 def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:
-    """RUN/model: the trained policy as any Hugging Face program loads it."""
+    """Write the trained policy to RUN/model, where any Hugging Face program can load it."""
     first = ranks.rank() == 0
     weights = {name: value.cpu() for name, value in whole_weights(root) if first}
     if first:

@@ -1,8 +1,8 @@
 """The run directory: configuration, metrics, the episodes of every step. `--resume` cuts them back to a checkpoint.
 
-RUN/config.json      as resolved          RUN/episodes/step-000012.parquet   what was trained on
+RUN/config.json      as resolved          RUN/episodes/step-000012.parquet   the episodes of a step
 RUN/metrics.jsonl    a line per step      RUN/checkpoints/                   see checkpoint.py
-RUN/tensorboard/     the same, drawn      RUN/traces/step-000012.parquet     what it used of them: see traces.py
+RUN/tensorboard/     the same metrics     RUN/traces/step-000012.parquet     numbers of the update: see traces.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memopd.types import Episode
 
 log = logging.getLogger("memopd")
 
-UNFINISHED = re.compile(r"\.partial$|\.[0-9a-f]{32}(\.|$)")  # what never got its real name
+UNFINISHED = re.compile(r"\.partial$|\.[0-9a-f]{32}(\.|$)")  # temporary files that were never renamed
 
 
 @dataclass(slots=True)
@@ -38,10 +38,10 @@ class Run:
     """An opened run directory. Only rank 0 writes."""
 
     path: Path
-    first: int  # the step to go on with
+    first: int  # the step to start with
     checkpoint: Path | None
     writer: Any = None
-    seconds: dict[str, float] = field(default_factory=dict)  # per stage, of the step at hand
+    seconds: dict[str, float] = field(default_factory=dict)  # per stage of the current step
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Run:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def _show(self, name: str) -> None:
-        """On a terminal, what it is at: a step may take minutes."""
+        """Show the current stage on a terminal, because a step may take minutes."""
         if ranks.rank() == 0 and sys.stderr.isatty():
             print(f"\r\033[K{name}", end="\r", file=sys.stderr, flush=True)
 
@@ -67,7 +67,7 @@ class Run:
             write_traces(self.path / "traces" / f"step-{step:06d}.parquet", traces)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """One line; seconds per stage go with it."""
+        """Write one line, with the seconds per stage."""
         values = values | {f"seconds_{name}": round(s, 4) for name, s in self.seconds.items()}
         self.seconds = {}
         if ranks.rank() != 0:
@@ -75,20 +75,20 @@ class Run:
         line = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items()}
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        sync(self.path / "metrics.jsonl")  # a checkpoint that counts this step may follow
+        sync(self.path / "metrics.jsonl")  # before a checkpoint that includes this step
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
 
 def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
-    """A new directory, or one to go on with; what a killed run wrote after its last checkpoint is cut off."""
+    """Open a new directory, or one to resume; removes what a killed run wrote after its last checkpoint."""
     there = [f.name for f in path.iterdir() if not f.name.startswith(".")] if path.is_dir() else []
     if set(there) <= {"config.json", "tensorboard"}:
-        there = []  # killed, or refused, before it had done anything: as good as new
+        there = []  # a run that stopped before its first step: treat the directory as new
     ranks.barrier()
     if there and not resume:
-        raise ValueError(f"{path}: exists already; --resume goes on with it, or choose another --output")
+        raise ValueError(f"{path}: exists already; continue it with --resume, or choose another --output")
     if resume and "config.json" not in there and (there or not path.is_dir()):
         raise ValueError(f"{path}: there is no run to resume (no config.json)")
     if resume and there:
@@ -102,7 +102,7 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
         path.mkdir(parents=True, exist_ok=True)
         if resume:
             _cut_back(path, first)
-            log.info("%s: %s", path, f"goes on after step {first}" if first else "no checkpoint yet, begins anew")
+            log.info("%s: %s", path, f"continues after step {first}" if first else "no checkpoint yet, starts again")
         if not there:
             with whole(path / "config.json") as file:
                 file.write_text(config.as_json())
@@ -114,7 +114,7 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Whole lines only: a killed run may have left half of one."""
+    """Read complete lines only, because a killed run may have left half a line."""
     file = path / "metrics.jsonl"
     if not file.is_file():
         return []

@@ -1,7 +1,7 @@
-"""The losses, each a pure function of its terms at the decisions.
+"""The losses. Each is a pure function of its terms at the decisions.
 
-Every function gives a *sum*; the caller divides by the count over the global mini-batch, so that neither packing nor
-accumulation nor the number of ranks changes the mean.
+Every function returns a *sum*; the caller divides it by the count over the global mini-batch, so that packing,
+accumulation and the number of ranks do not change the mean.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 def policy_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, clip: float, clip_high: float) -> Tensor:
     """Equation (ppo), summed: −Σ_j min(ϱ_j A_j, clip(ϱ_j, 1 − ε, 1 + ε_high) A_j).
 
-    The paper has ε_high = ε. A higher one (DAPO: 0.28 over 0.2) lets unlikely tokens grow, and keeps entropy up.
+    The paper has ε_high = ε. A higher one (DAPO: 0.28 with ε = 0.2) lets unlikely tokens grow and keeps entropy high.
     """
     _flat(logp, logp_old, advantage)
     ratio = (logp - logp_old).exp()
@@ -21,7 +21,7 @@ def policy_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, clip: float, 
 
 
 def value_loss(value: Tensor, value_old: Tensor, target: Tensor, clip: float) -> Tensor:
-    """½ Σ_j max((V − R)², (clip(V, V_old ± ε_V) − R)²): the critic may not move far in one update either."""
+    """½ Σ_j max((V − R)², (clip(V, V_old ± ε_V) − R)²): the clip limits how far the critic moves in one update, too."""
     _flat(value, value_old, target)
     clipped = value_old + (value - value_old).clamp(-clip, clip)
     return 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2).sum()
@@ -30,7 +30,7 @@ def value_loss(value: Tensor, value_old: Tensor, target: Tensor, clip: float) ->
 def distillation_loss(divergence: Tensor, mask: Tensor) -> Tensor:
     """Equation (teacher), summed: Σ_j m^T_j KL(p_θ,j ‖ p_T,j), or another divergence from the teacher.
 
-    An empty mask gives zero, and no gradient.
+    An empty mask gives zero and no gradient.
     """
     _flat(divergence, mask)
     return torch.where(mask, divergence, 0.0).sum()
@@ -42,7 +42,7 @@ def entropy_bonus(entropy: Tensor) -> Tensor:
 
 
 def outside(log_ratio: Tensor, clip: float, clip_high: float) -> Tensor:
-    """Which ratios lie outside [1 − ε, 1 + ε_high]."""
+    """True for ratios outside [1 − ε, 1 + ε_high]."""
     beyond = log_ratio.exp() - 1
     return (beyond < -clip) | (beyond > clip_high)
 

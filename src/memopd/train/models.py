@@ -1,7 +1,7 @@
-"""The models of one update, π_θ, V_φ, π_ref and π_T, and the roots through which they are run and sharded.
+"""The models of one update, π_θ, V_φ, π_ref and π_T, and the root modules that run and shard them.
 
-FSDP gathers a group's weights when the group's own `forward` runs, so the root must do backbone *and* head; calling
-the backbone of a sharded model by itself fails. Tied embeddings stay in the root group.
+FSDP gathers a group's weights when the group's own `forward` runs, so the root must run backbone *and* head; calling
+only the backbone of a sharded model fails. Tied embeddings stay in the root group.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from memopd.train import ranks
 
 
 class Root(nn.Module):
-    """A model under the one forward pass that training needs of it."""
+    """A module around a model, whose `forward` is the one pass that training needs."""
 
     def __init__(self, model: Any, attention: str) -> None:
         super().__init__()
         self.model = model
         self.attention = attention
-        self.weights: dict[str, Tensor] = {}  # as the optimiser has them: rows of this rank, where it is sharded
+        self.weights: dict[str, Tensor] = {}  # as the optimiser sees them: only this rank's rows if sharded
 
 
 class PolicyRoot(Root):
@@ -54,21 +54,22 @@ class ValueRoot(Root):
 
 
 class StatesRoot(Root):
-    """A frozen teacher: its hidden states are kept, its logits never are."""
+    """A frozen teacher. We keep its hidden states, never its logits."""
 
     def forward(self, packed: Packed) -> Tensor:
         return decision_states(self.model, packed, self.attention)
 
 
 def master_dtype(config: ModelConfig) -> torch.dtype:
-    """Of the weights that the optimiser changes: small steps vanish in half precision."""
+    """The precision of the weights that the optimiser updates: small steps would vanish in half precision."""
     return torch.promote_types(getattr(torch, config.dtype), torch.float32)
 
 
 def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool) -> Any:
-    """Ready to train on its device, or frozen; sharded where ranks share it or masters stay in another precision.
+    """Make a model ready to train, or freeze it. Shards it over several ranks, or if the master weights have another
+    precision.
 
-    A frozen model that is whole stays in host memory, and moves to the device for as long as it scores (`on_device`).
+    A frozen model that is not sharded stays in host memory, and is on the device only while it scores (`on_device`).
     """
     model, dtype = root.model, getattr(torch, config.dtype)
     _no_dropout(model)
@@ -80,14 +81,14 @@ def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool)
     if trained or ranks.world() > 1:
         root.to(device)
     if isinstance(root, PolicyRoot):
-        head_of(model)  # checks the head against the model's own logits while its weights are whole
+        head_of(model)  # checks the head against the model's own logits, before the weights are sharded
     if ranks.world() > 1 or (trained and dtype != master_dtype(config)):
         layers = _layers(model)
         ranks.ensure_group(device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(config))
         for layer in layers:
             fully_shard(layer, mp_policy=policy)
-        if isinstance(root, ValueRoot):  # three digits are too few for a value: its head stays precise
+        if isinstance(root, ValueRoot):  # half precision has too few digits for a value, so its head stays precise
             fully_shard(model.score, mp_policy=MixedPrecisionPolicy(param_dtype=master_dtype(config)))
         fully_shard(root, mp_policy=policy)
     root.weights = dict(model.named_parameters())
@@ -95,10 +96,10 @@ def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool)
 
 
 def _layers(model: Any) -> Any:
-    """What FSDP gathers one by one; an error that says what to do where it cannot."""
+    """The layers that FSDP gathers one by one. Raises an error that says what to do if it cannot."""
     name = type(model).__name__
     if ranks.world() > 1 and not (can := sharing(model)).shared:
-        # One pass a call: ranks whose packs hold different numbers of calls would wait for each other for ever.
+        # With one pass per call, ranks with different numbers of calls would wait for each other for ever.
         raise ValueError(f"{name} runs every call by itself ({can.reason}), which works on one rank only: train on one")
     layers = getattr(backbone(model), "layers", None)
     if layers is None:
@@ -108,25 +109,25 @@ def _layers(model: Any) -> Any:
 
 @contextmanager
 def on_device(root: Root, device: torch.device) -> Iterator[None]:
-    """A frozen model on `device` for the length of the block. Its weights do not change: none is copied back."""
-    home = [(p, p.data) for p in root.parameters() if p.device != device]
+    """Puts a frozen model on `device` inside the block. Its weights do not change, so none are copied back."""
+    before = [(p, p.data) for p in root.parameters() if p.device != device]
     root.to(device)
     try:
         yield
     finally:
-        for parameter, weights in home:
+        for parameter, weights in before:
             parameter.data = weights
 
 
 def teacher_head(model: Any, device: torch.device) -> Head:
-    """The frozen head by itself, whole on every rank: the divergence reads it when the teacher's layers are done."""
+    """The frozen head by itself, whole on every rank: the divergence reads it after the teacher's layers have run."""
     head = head_of(model)
     bias = None if head.bias is None else head.bias.detach().to(device)
     return replace(head, weight=head.weight.detach().to(device), bias=bias)
 
 
 def whole_weights(root: Root) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the model, one at a time, whole on every rank (a collective)."""
+    """Every weight of the model, one at a time, whole on every rank. All ranks must call it."""
     for name, value in root.weights.items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
@@ -136,8 +137,8 @@ def is_sharded(root: Root) -> bool:
 
 
 def whole_copy(root: Root, dtype: str) -> Any:
-    """A sharded model's shape, whole and frozen, in the precision that it runs in; `copy_weights` fills it."""
-    config = copy.deepcopy(root.model.config)  # each has its own attention
+    """A whole, frozen model of the same shape, in the given precision; `copy_weights` fills it."""
+    config = copy.deepcopy(root.model.config)  # so that each model has its own attention setting
     with next(iter(root.weights.values())).device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.generation_config = root.model.generation_config  # which tokens end a response
@@ -152,7 +153,7 @@ def copy_weights(root: Root, model: Any) -> None:
 
 
 def _no_dropout(model: Any) -> None:
-    """Shared rows would share masks."""
+    """Set dropout to 0, because calls that share rows would share its masks."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

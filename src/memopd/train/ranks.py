@@ -1,6 +1,6 @@
-"""One process or many: who does which pack, and how their numbers come together.
+"""Distributes packs over processes and combines their results.
 
-Everything here is the identity on one process, so that the same code runs on a laptop and on many nodes.
+With one process every function is the identity, so that the same code runs on a laptop and on many nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @contextmanager
 def joined() -> Iterator[torch.device]:
-    """Together with the other processes that torchrun started, where it did; gives this one's device."""
+    """Joins the other processes if torchrun started this one, and yields the device of this process."""
     cuda = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", 0))
     if "WORLD_SIZE" in os.environ:
@@ -32,14 +32,14 @@ def joined() -> Iterator[torch.device]:
     try:
         yield torch.device("cuda", local) if cuda else torch.device("cpu")
     except BaseException:
-        if world() == 1:  # the other ranks may never arrive: with them, leaving is up to the launcher
+        if world() == 1:  # other ranks may never reach `stop`, so with several ranks the launcher ends them
             stop()
         raise
     stop()
 
 
 def ensure_group(device: torch.device) -> None:
-    """Sharding wants a process group, also where one process keeps master weights for itself alone."""
+    """Create a process group if there is none: sharding needs one even if a single process keeps master weights."""
     if not dist.is_initialized():
         dist.init_process_group(_backend(device.type == "cuda"), store=HashStore(), rank=0, world_size=1)
 
@@ -67,7 +67,7 @@ def barrier() -> None:
 
 
 def gather(mine: T) -> list[T]:
-    """What every rank has, in the order of the ranks."""
+    """The values of all ranks, in their order."""
     if world() == 1:
         return [mine]
     everyone: list[Any] = [None] * world()
@@ -76,29 +76,30 @@ def gather(mine: T) -> list[T]:
 
 
 def total(value: Tensor) -> Tensor:
-    """The sum over ranks. For arrays in which each rank filled its own places and left zeros, nothing is rounded."""
+    """The sum over ranks. If each rank filled only its own places of an array of zeros, the sum is exact."""
     if world() > 1:
         dist.all_reduce(value)
     return value
 
 
 def deal(work: Sequence[Work], me: int | None = None, of: int | None = None) -> list[tuple[Work, bool]]:
-    """This rank's packs, by row count, each with whether it is real.
+    """The packs of this rank, balanced by rows, each with a flag that is False for a filler.
 
-    Sharded models run in step: a rank that has fewer packs than another runs its smallest again, for nothing.
+    The ranks of a sharded model must make the same number of passes: a rank with fewer packs than another repeats the
+    smallest pack as a filler, and discards the result.
     """
     me, of = rank() if me is None else me, world() if of is None else of
-    hands: list[list[Work]] = [[] for _ in range(of)]
+    assigned: list[list[Work]] = [[] for _ in range(of)]
     loads = [0] * of
     for item in sorted(work, key=lambda w: -len(w.packed)) if of > 1 else work:
         to = loads.index(min(loads))
-        hands[to].append(item)
+        assigned[to].append(item)
         loads[to] += len(item.packed)
-    passes = max(map(len, hands))
+    passes = max(map(len, assigned))
     filler = min(work, key=lambda w: len(w.packed))
-    return [(w, True) for w in hands[me]] + [(filler, False)] * (passes - len(hands[me]))
+    return [(w, True) for w in assigned[me]] + [(filler, False)] * (passes - len(assigned[me]))
 
 
 def share(items: Iterable[T]) -> list[T]:
-    """Every world-th item, beginning with the rank's own."""
+    """Every world-th item, starting at the index of this rank."""
     return list(items)[rank() :: world()]

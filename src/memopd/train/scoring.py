@@ -1,4 +1,4 @@
-"""Score the mini-batches with every model, in the same packs: π_old, π_ref, V_φ, and the teacher's states."""
+"""Scores the mini-batches with every model in the same packs: π_old, π_ref, V_φ, and the teacher's states."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from memopd.types import Ids
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The teacher's side of one mini-batch."""
+    """The teacher's head and states for one mini-batch."""
 
     head: Head
     states: dict[int, Tensor]  # of this rank's packs, by their first place; [decisions, H_T], on the device
     mask: Tensor  # [D] m^T
-    divergence: Tensor | None = None  # [D] zeros that the first epoch of `update` fills, each rank at its own places
-    measure: Divergence = reverse_kl  # how far the policy is from the teacher
+    divergence: Tensor | None = None  # [D] zeros; in the first epoch of `update`, each rank fills its own places
+    measure: Divergence = reverse_kl  # from the policy to the teacher
 
     def target(self, work: Work) -> Target:
         return Target(self.head, self.states[int(work.place[0])], self.measure)
@@ -45,7 +45,7 @@ class Scored:
 def score_batches(
     learner: Learner, batches: list[MiniBatch], decode: Callable[[Ids], str]
 ) -> tuple[list[Scored], list[Guide | None]]:
-    """Model after model, each over all mini-batches: a frozen one is on the device only while it scores."""
+    """One model after the other over all mini-batches, so that a frozen model is on the device only while it scores."""
     temperature, teacher = learner.config.sampling.temperature, learner.config.teacher
     old = [policy_scores(learner.student, b, temperature) for b in batches]
     ref, value = old, [torch.zeros_like(o) for o in old]
@@ -85,11 +85,11 @@ def values(root: ValueRoot, batch: MiniBatch) -> Tensor:
 
 
 def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
-    """What `run` gives for every decision, wherever its pack was computed. [D], in host memory, on every rank."""
+    """The results of `run` for all decisions, from the packs of all ranks. [D], in host memory, on every rank."""
     found: list[Tensor] = []
     place: list[Ints] = []
     for work, is_real in ranks.deal(batch.work):
-        values = run(work.packed)  # stays on the device: the host goes on to the next pack, and waits once, at the end
+        values = run(work.packed)  # stays on the device: the host starts the next pack and waits once, at the end
         found.append(values if is_real else values[:0])
         place.append(work.place if is_real else work.place[:0])
     out = torch.zeros(len(batch), dtype=found[0].dtype)
@@ -99,7 +99,7 @@ def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
 
 @torch.no_grad()
 def exact_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
-    """MemOPD: the teacher in the states that the student was in, for this rank's packs."""
+    """MemOPD: the teacher in the student's exact states, for this rank's packs."""
     found = {}
     for work, is_real in ranks.deal(batch.work):
         states = root(work.packed)
@@ -110,15 +110,15 @@ def exact_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def persistent_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
-    """The control: the teacher in the states of a flattened history, handed out as `exact_states` does.
+    """The control: the teacher in the states of a flattened history, in the format of `exact_states`.
 
-    One history serves all packs that hold calls of its episode, so each rank runs the episodes that its packs need.
+    One history provides the states for all packs with calls of its episode, so a rank runs the episodes of its packs.
     """
     mine = [work for work, is_real in ranks.deal(batch.work) if is_real]
     needed = sorted({int(e) for work in mine for e in batch.episode[work.place]})
     histories = batch.persistent(needed)
     idle = max(ranks.gather(len(histories))) - len(histories)
-    filler = batch.persistent([0]) * idle  # sharded models run in step
+    filler = batch.persistent([0]) * idle  # the ranks of a sharded model must make the same number of passes
     flat: Tensor | None = None
     for history in histories + filler:
         states = root(history.packed)

@@ -1,7 +1,8 @@
-"""Supervised training on recorded interactions: every response in the exact state it was given in.
+"""Supervised training on recorded interactions: every response in the exact state in which it was given.
 
-One example per response turn, packed by the same compiler: calls of one batch that begin alike share their rows. The
-curriculum is short tasks first, then all of them: copying comes as a sudden step, and short tasks bring it on.
+There is one example per response turn, packed by the same compiler, so that calls of a batch with a common prefix share
+its rows. The curriculum is short tasks first, then all tasks: models learn to copy in a sudden step, and short tasks
+make it come earlier.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from memopd.record import read_episodes
 from memopd.tasks.grading import answers_of
 from memopd.train import checkpoint, ranks
 from memopd.train.batch import MiniBatch, mini_batch, path_length
-from memopd.train.diagnostics import dev_quality, say, warn_left_out
+from memopd.train.diagnostics import dev_quality, log_step, warn_left_out
 from memopd.train.learner import adamw, export_model, trained_tensors
 from memopd.train.log import open_run
 from memopd.train.models import PolicyRoot, master_dtype, prepare
@@ -47,11 +48,11 @@ class Example:
 
     episode: Episode
     k: int
-    tokens: int  # that its calls read and sampled
+    tokens: int  # read and sampled by its calls
 
 
 def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, float]:
-    """Train until `sft.tokens` have been read, and return the last metrics. The model is in `output`/model."""
+    """Train for `sft.tokens` tokens, and return the last metrics. Writes the model to `output`/model."""
     s, every, budget = config.sft, config.run, config.optimise.budget
     steps = s.tokens // s.batch
     if not s.start or not s.episodes or not steps:
@@ -65,7 +66,10 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         decode = codec_of(tokenizer).decode
         model = load_causal_lm(s.start, master_dtype(config.model), every.seed)
         if len(tokenizer) > (width := model.get_input_embeddings().weight.shape[0]):
-            raise ValueError(f"{s.start}: has {width} words and the tokenizer {len(tokenizer)}: set vocab_size to that")
+            raise ValueError(
+                f"{s.start}: has {width} embeddings, but the tokenizer has {len(tokenizer)} tokens: set vocab_size to "
+                f"{len(tokenizer)}"
+            )
         root = prepare(PolicyRoot(model, config.model.attention), config.model, device, trained=True)
         optimiser = adamw(root, s.lr, config.optimise.weight_decay)
         checkpoint.restore(run.checkpoint, trained_tensors("student", root, optimiser))
@@ -90,7 +94,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
                     metrics |= dev_loss(root, dev, budget) if dev else {}
                     metrics |= dev_quality(sampler, step + 1) if sampler is not None else {}
             if step % 10 == 0 or last or {"dev_loss", "dev_em"} & metrics.keys():
-                say(step, steps, metrics)
+                log_step(step, steps, metrics)
             run.metrics(step, metrics)
             if last or (step + 1) % every.save_every == 0:
                 checkpoint.save(output, step + 1, trained_tensors("student", root, optimiser), every.keep)
@@ -105,7 +109,7 @@ def imitate(root: PolicyRoot, optimiser: torch.optim.Optimizer, batch: MiniBatch
         logp, *_ = root(work.packed, 1.0)
         loss = -logp.sum()
         backward(loss / D, is_real)
-        total += loss.detach() * is_real  # read once, at the end: reading makes the host wait
+        total += loss.detach() * is_real  # read once, at the end, because reading makes the host wait
     loss_sum = float(ranks.total(total))
     return {"loss": loss_sum / D, "grad_norm": clipped_step(root, optimiser, max_norm, loss_sum, "the")}
 
@@ -116,13 +120,13 @@ def dev_loss(root: PolicyRoot, examples: Sequence[Example], budget: int) -> dict
     return {"dev_loss": -float(logp.mean()), "dev_perplexity": math.exp(min(20.0, -float(logp.mean())))}
 
 
-# ---- what to imitate --------------------------------------------------------------------------------------------
+# ---- the examples -----------------------------------------------------------------------------------------------
 
 
 def load_examples(
     stores: Sequence[str], keep: Sequence[str], decode: Callable[[Ids], str], budget: int, limit: int | None = None
 ) -> list[Example]:
-    """The paper's filter: `correct` keeps full marks, `valid` those whose every response closes its tags."""
+    """The paper's filters: `correct` keeps episodes with full reward, `valid` those whose responses close all tags."""
     if unknown := set(keep) - {"correct", "valid"}:
         raise ValueError(f"sft.keep: {', '.join(sorted(unknown))}: choose from correct, valid")
     examples: list[Example] = []
@@ -149,7 +153,7 @@ def _first(stores: Iterable[str], limit: int | None) -> Iterable[Episode]:
 
 
 def questions_in(episode: Episode, decode: Callable[[Ids], str]) -> int:
-    """k, from the answer that ended it: its parts; 1 where it never answered."""
+    """k: the number of parts of the final answer; 1 without an answer."""
     return len(answers_of(decode(episode.actions[-1].completion)) or (0,))
 
 
@@ -161,7 +165,7 @@ def well_formed(response: str) -> bool:
 
 
 def plan(examples: Sequence[Example], s: SftConfig, steps: int, seed: int) -> list[list[Example]]:
-    """The batches of a run, a function of the seed alone: rounds over the short tasks, then over all."""
+    """The batches of a run: rounds over the short tasks, then over all. Depends only on the seed."""
     rng = np.random.default_rng(seed)
     short = [e for e in examples if e.k <= s.short_k] or examples
     first = round(s.short * steps)
@@ -169,7 +173,7 @@ def plan(examples: Sequence[Example], s: SftConfig, steps: int, seed: int) -> li
 
 
 def _rounds(pool: Sequence[Example], tokens: int, rng: np.random.Generator) -> Iterator[list[Example]]:
-    """Batches of at most so many tokens without end; each round has every example once, in an order of its own."""
+    """An endless series of batches of at most `tokens` tokens. Each round has every example once, in a new order."""
     batch: list[Example] = []
     while True:
         for i in rng.permutation(len(pool)):

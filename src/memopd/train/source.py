@@ -1,4 +1,4 @@
-"""Where a step's episodes come from: sampled by the policy as it is now, or recorded earlier (`--replay`)."""
+"""Sources of a step's episodes: sampled by the current policy, or recorded earlier (`--replay`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) 
 
 
 class Replay:
-    """The same recorded episodes in the same order, however the policy moves."""
+    """The same recorded episodes in the same order, independent of the policy."""
 
     def __init__(self, path: str, per_step: int) -> None:
         self.recorded = list(read_episodes(path))
@@ -53,7 +53,7 @@ class Replay:
 
 
 class Sampler:
-    """The policy in its environment. Each rank samples its share of the tasks; all ranks get all episodes."""
+    """Samples the policy in its environment. Each rank samples its share of the tasks; all ranks get all episodes."""
 
     def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
         s, t = config.sampling, config.tasks
@@ -70,19 +70,19 @@ class Sampler:
         )  # fmt: skip
 
     def _check_prompts(self, environment: Environment, tokenizer: Any) -> None:
-        """Now: a task that does not fit would end the run when it is drawn, and again whenever that is resumed."""
+        """Check all prompts at the start: a task that does not fit would end the run, and every resumed run, later."""
         limit, template = self.config.tasks.max_context, len(prefix_of(tokenizer, ""))
         for task in (*self.tasks, *self.dev_tasks):
             text = environment.start(task).text or ""
-            if template + len(text.encode()) >= limit:  # no token is shorter than a byte: most need no look
+            if template + len(text.encode()) >= limit:  # no token is shorter than a byte, so most need no check
                 check_fits(task, prefix_of(tokenizer, text), limit, "tasks.max_context")
 
     def episodes(self, step: int) -> list[Episode]:
-        """Of the policy after `step` updates."""
+        """The episodes of the policy after `step` updates."""
         o = self.config.optimise
-        asked = [self._task(i) for i in range(step * o.tasks, (step + 1) * o.tasks)]
+        tasks = [self._task(i) for i in range(step * o.tasks, (step + 1) * o.tasks)]
         return self._run(step, [
-            (f"step-{step:06d}/{i:04d}-{n}/{task.id}", task) for i, task in enumerate(asked) for n in range(o.samples)
+            (f"step-{step:06d}/{i:04d}-{n}/{task.id}", task) for i, task in enumerate(tasks) for n in range(o.samples)
         ])  # fmt: skip
 
     def dev(self, step: int) -> list[Episode]:
@@ -99,7 +99,7 @@ class Sampler:
         return [everyone[id][0] for id, _ in pairs]
 
     def _task(self, number: int) -> Task:
-        """Tasks in a random order, another one each time round: a function of the seed alone."""
+        """Tasks in a random order, a new one for each lap over them. Depends only on the seed."""
         if not self.tasks:
             raise ValueError("tasks.train: name a file of tasks to train on")
         lap, at = divmod(number, len(self.tasks))

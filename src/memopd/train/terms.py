@@ -1,4 +1,4 @@
-"""Credit for a step, from the algorithm: what is known of every decision before the update."""
+"""The credit of a step from the algorithm, and the other terms of every decision that are known before the update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Terms:
     logp_ref: Tensor
     advantage: Tensor
     value_old: Tensor
-    target: Tensor  # of the critic; zeros where there is none
+    target: Tensor  # of the critic; zeros without a critic
     thinking: Tensor  # bool
 
     def to(self, device: torch.device) -> Terms:
@@ -32,8 +32,8 @@ class Terms:
 def make_terms(
     batches: list[MiniBatch], scored: list[Scored], algorithm: Algorithm
 ) -> tuple[list[Terms], dict[str, float]]:
-    """Credit over the whole step's decisions, then back to the mini-batches. Also what metrics.jsonl says of it."""
-    experience = gathered(batches, scored)
+    """Computes the credit of all decisions of the step and splits it by mini-batch. Also returns metrics of it."""
+    experience = experience_of(batches, scored)
     credit = checked_credit(algorithm, algorithm.credit(experience), experience)
     old, ref, advantage, target = experience.logp_old, experience.logp_ref, credit.advantage, credit.target
     summary = {"reward": float(experience.task_reward.mean()), "reference_kl": float((old - ref).mean())}
@@ -49,8 +49,8 @@ def make_terms(
     return terms, summary
 
 
-def gathered(batches: list[MiniBatch], scored: list[Scored]) -> Experience:
-    """All mini-batches as one: episodes and calls are counted on."""
+def experience_of(batches: list[MiniBatch], scored: list[Scored]) -> Experience:
+    """All mini-batches as one, with consecutive numbers for episodes and calls."""
     old, ref, value = (torch.cat([getattr(s, f) for s in scored]) for f in ("logp_old", "logp_ref", "value"))
     last, call_last = (torch.as_tensor(np.concatenate([getattr(b, f) for b in batches])) for f in ("last", "call_last"))
     _, group = np.unique([e.task_id for b in batches for e in b.episodes], return_inverse=True)
@@ -58,8 +58,8 @@ def gathered(batches: list[MiniBatch], scored: list[Scored]) -> Experience:
         logp_old=old,
         logp_ref=ref,
         value=value,
-        episode=_counted_on([b.episode for b in batches], [len(b.episodes) for b in batches]),
-        call=_counted_on([b.call for b in batches], [len(b.calls) for b in batches]),
+        episode=_renumbered([b.episode for b in batches], [len(b.episodes) for b in batches]),
+        call=_renumbered([b.call for b in batches], [len(b.calls) for b in batches]),
         last=last,
         call_last=call_last,
         task_reward=torch.tensor([e.reward for b in batches for e in b.episodes], dtype=old.dtype),
@@ -68,20 +68,25 @@ def gathered(batches: list[MiniBatch], scored: list[Scored]) -> Experience:
     )
 
 
-def _counted_on(indices: list[Ints], sizes: list[int]) -> Tensor:
+def _renumbered(indices: list[Ints], sizes: list[int]) -> Tensor:
     before = np.cumsum([0, *sizes[:-1]])
     return torch.as_tensor(np.concatenate([index + at for index, at in zip(indices, before, strict=True)]))
 
 
 def checked_credit(algorithm: Algorithm, credit: Credit, experience: Experience) -> Credit:
-    """A user's `credit` may return anything; what is wrong with it is said here, and not by a product far from it."""
+    """Check the result of a user's `credit` here, so that the error names the mistake."""
     whose = f"{SETTING}: credit of {type(algorithm).__name__}"
     if not isinstance(credit, Credit):
         raise ValueError(f"{whose} must return memopd.train.algorithms.Credit, got {type(credit).__name__}")
     if credit.target is None and algorithm.needs_critic:
         raise ValueError(f"{whose} must give the critic's targets, Credit(advantage, target): needs_critic is true")
     for name, values in (("advantage", credit.advantage), ("target", credit.target)):
+        if values is not None and not isinstance(values, Tensor):
+            raise ValueError(f"{whose} must give {name} as a torch.Tensor, got {type(values).__name__}")
         if values is not None and values.shape != experience.logp_old.shape:
             wanted, got = list(experience.logp_old.shape), list(values.shape)
             raise ValueError(f"{whose} must give one {name} per sampled token, shape {wanted}, got {got}")
+    for name, value in credit.metrics.items():
+        if not isinstance(value, int | float):  # metrics.jsonl could not hold it
+            raise ValueError(f"{whose} must give metrics as numbers, got {type(value).__name__} for {name!r}")
     return credit

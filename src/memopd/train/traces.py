@@ -1,7 +1,7 @@
-"""What an update used for every sampled token of a few episodes: kept as it was used, so that nobody computes it again.
+"""Traces store the numbers that an update used for the sampled tokens of a few episodes, so reports need no model.
 
-RUN/traces/step-000012.parquet, one row for each trainable call of the step's first episodes. The calls themselves are
-in RUN/episodes/, under the same name. About 20 bytes a sampled token, before compression.
+RUN/traces/step-000012.parquet has one row for each trainable call of the step's first episodes. The calls themselves
+are in RUN/episodes/, under the same name. A sampled token takes about 20 bytes before compression.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopd.train.scoring import Guide
 from memopd.train.terms import Terms
 from memopd.types import Episode
 
-EPISODES = 4  # a step
+EPISODES = 4  # per step
 
 _FLOATS, _BOOLS = pa.list_(pa.float32()), pa.list_(pa.bool_())
 SCHEMA = pa.schema(
@@ -60,7 +60,7 @@ def make_traces(
     guides: Sequence[Guide | None],
     critic: bool,
 ) -> list[Trace]:
-    """Of the first of the episodes that were trained on. A collective: each rank knows its own packs' divergences."""
+    """The traces of the first episodes of the step. All ranks must call it: each has its own packs' divergences."""
     wanted, found = {e.id for e in episodes[:EPISODES]}, {}
     for batch, known, guide in zip(batches, terms, guides, strict=True):
         taught = guide is not None and bool(guide.mask.any())
@@ -83,7 +83,7 @@ def make_traces(
 
 
 def _calls(batch: MiniBatch) -> Iterator[tuple[slice, Episode, int]]:
-    """Where the decisions of every trainable call are, its episode, its number there."""
+    """For every trainable call: the slice of its decisions, its episode, and its number in the episode."""
     at = 0
     for episode in batch.episodes:
         for t, call in enumerate(episode.calls):
@@ -103,7 +103,7 @@ def write_traces(path: Path, traces: Sequence[Trace]) -> None:
 
 
 def read_traces(path: Path) -> dict[tuple[str, int], Trace]:
-    """By episode and call."""
+    """The traces in a file, by episode and call."""
     try:
         rows: list[dict[str, Any]] = pq.read_table(path, schema=SCHEMA, page_checksum_verification=True).to_pylist()
     except (pa.ArrowException, OSError) as error:

@@ -13,7 +13,7 @@ from memopd.models.load import load_tokenizer
 from memopd.train import checkpoint, ranks
 from memopd.train.batch import compile_batches, usable
 from memopd.train.check import check_equivalence
-from memopd.train.diagnostics import describe, dev_quality, quality, say, warn_left_out
+from memopd.train.diagnostics import describe, dev_quality, log_step, quality, warn_left_out
 from memopd.train.learner import build, check_objective, export_model
 from memopd.train.log import open_run
 from memopd.train.scoring import score_batches
@@ -24,7 +24,7 @@ from memopd.train.update import update
 
 
 def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, float]:
-    """Train to the end of `config` and return the last metrics. Everything is under `output`."""
+    """Train for all steps of `config` and return the last metrics. Writes everything to `output`."""
     check_objective(config)
     check_attention(config.model.attention)
     check_parts(config.tasks, needs_index=not config.sampling.replay)
@@ -59,7 +59,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                     with run.stage("dev"):
                         metrics |= dev_quality(source, step + 1)
                 warn_left_out(left_out)
-                say(step, steps, metrics)
+                log_step(step, steps, metrics)
                 run.episodes(step, episodes)
                 run.traces(step, make_traces(kept, batches, terms, guides, learner.critic is not None))
                 run.metrics(step, metrics)

@@ -1,4 +1,4 @@
-"""One optimiser step of the actor and of the critic on a mini-batch, whatever packs and ranks it is spread over."""
+"""One optimiser step of the actor and of the critic per mini-batch, independent of its packs and ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memopd.train.terms import Terms
 def update(
     learner: Learner, batches: list[MiniBatch], terms: list[Terms], guides: list[Guide | None], step: int
 ) -> dict[str, float]:
-    """Epochs over the mini-batches. Means over them are reported, and how far the very first ratio is from one."""
+    """Runs the epochs over the mini-batches. Returns means over them, and how far the first ratio is from one."""
     config, o = learner.config, learner.config.optimise
     lr = set_learning_rate(learner.actor_optimiser, learning_rate(o.lr, step, o.steps, o.warmup, o.schedule))
     if learner.critic_optimiser is not None:
@@ -45,24 +45,24 @@ def update_actor(
     batch: MiniBatch,
     terms: Terms,
     guide: Guide | None = None,
-    keep: bool = False,  # the divergences, in `guide`, for the traces
+    keep: bool = False,  # True: store the divergences in `guide`, for the traces
 ) -> dict[str, float]:
     """Equation (actor): L = L_PPO − α·H + λ·L_OPD, each a mean over its own mask over the global mini-batch.
 
-    L_PPO is the algorithm's loss: a mean over the tokens, or over what its `unit` says.
+    L_PPO is the algorithm's loss: a mean over the tokens, or over its `unit`.
     """
     root, algorithm, config = learner.student, learner.algorithm, learner.config
-    D, D_T, thoughts = len(batch), 0 if guide is None else int(guide.mask.sum()), int(terms.thinking.sum())
+    D, D_T, D_think = len(batch), 0 if guide is None else int(guide.mask.sum()), int(terms.thinking.sum())
     units = {"token": D, "call": len(batch.calls), "episode": len(batch.episodes)}[unit_of(algorithm)]
     device = next(root.parameters()).device
     known = terms.to(device)
     mask = guide.mask.to(device) if guide is not None else known.thinking
-    # Sums stay on the device until the last pack is on its way: reading one would make the host wait for it.
+    # Sums stay on the device until the last pack is launched, because reading one makes the host wait for it.
     sums, ratio_error = torch.zeros(7, dtype=torch.float64, device=device), torch.zeros((), device=device)
     for work, is_real in ranks.deal(batch.work):
         place = torch.as_tensor(work.place, device=device)
-        theirs = guide.target(work) if guide is not None and D_T and is_real else None
-        logp, entropy, *divergence = root(work.packed, config.sampling.temperature, theirs)
+        target = guide.target(work) if guide is not None and D_T and is_real else None
+        logp, entropy, *divergence = root(work.packed, config.sampling.temperature, target)
         tokens = tokens_of(batch, work, known, logp, entropy)
         ppo, H, kl = summed(algorithm, tokens), entropy_bonus(entropy), torch.zeros_like(logp)
         opd, loss = torch.zeros_like(ppo), ppo / units - config.optimise.entropy * H / D
@@ -76,13 +76,13 @@ def update_actor(
         with torch.no_grad():
             if keep and guide is not None and guide.divergence is not None:
                 guide.divergence[place] = kl.to(guide.divergence)
-            gone, k3 = clipped_tokens(algorithm, tokens).sum(), approximate_kl(logp, tokens.logp_old)
-            of_thoughts = distillation_loss(kl, known.thinking[place])
-            sums += torch.stack([ppo, H, gone, k3, opd, of_thoughts, kl.sum() - of_thoughts]).double()
+            clipped, k3 = clipped_tokens(algorithm, tokens).sum(), approximate_kl(logp, tokens.logp_old)
+            kl_think = distillation_loss(kl, known.thinking[place])
+            sums += torch.stack([ppo, H, clipped, k3, opd, kl_think, kl.sum() - kl_think]).double()
             ratio_error = torch.maximum(ratio_error, (logp - tokens.logp_old).expm1().abs().max())
     counts = {"loss_ppo": units, "entropy": D, "clip_fraction": D, "approx_kl": D}
     if guide is not None:
-        counts |= {"loss_opd": D_T, "teacher_kl_think": thoughts, "teacher_kl_action": D - thoughts}
+        counts |= {"loss_opd": D_T, "teacher_kl_think": D_think, "teacher_kl_action": D - D_think}
     totals: list[float] = ranks.total(sums).tolist()
     measured = {name: total / max(count, 1) for (name, count), total in zip(counts.items(), totals, strict=False)}
     norm = clipped_step(root, learner.actor_optimiser, config.optimise.max_grad_norm, sum(totals), "the actor's")
@@ -98,7 +98,7 @@ def tokens_of(batch: MiniBatch, work: Work, known: Terms, logp: Tensor, entropy:
 
 
 def summed(algorithm: Algorithm, tokens: Tokens) -> Tensor:
-    """The algorithm's loss, which a user may have written: it must be one number."""
+    """The algorithm's loss. Users may write their own, so we check that it is one number."""
     loss = algorithm.loss(tokens)
     if not isinstance(loss, Tensor) or loss.shape != ():
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -124,12 +124,12 @@ def update_critic(
 
 
 def backward(loss: Tensor, is_real: bool) -> None:
-    """FSDP averages over ranks: sums over the global count are scaled up by their number. A filler adds nothing."""
+    """FSDP averages gradients over ranks, so losses are multiplied by the number of ranks; fillers count 0."""
     (loss * (ranks.world() if is_real else 0)).backward()
 
 
 def clipped_step(root: Root, optimiser: torch.optim.Optimizer, max_norm: float, loss: float, whose: str) -> float:
-    """One step; the gradients go at once, so that only one model's take memory at a time."""
+    """Take one step, and free the gradients at once, so that only one model's gradients take memory at a time."""
     norm = torch.nn.utils.clip_grad_norm_(root.parameters(), max_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if not math.isfinite(loss) or not math.isfinite(norm):
@@ -143,7 +143,7 @@ def clipped_step(root: Root, optimiser: torch.optim.Optimizer, max_norm: float, 
 
 
 def learning_rate(base: float, step: int, steps: int, warmup: float, schedule: str) -> float:
-    """A function of the step alone: nothing to save, nothing to restore."""
+    """Depends only on the step, so that a checkpoint need not store it."""
     rising = math.ceil(warmup * steps)
     if step < rising:
         return base * (step + 1) / rising

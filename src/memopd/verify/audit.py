@@ -1,4 +1,4 @@
-"""How wrong is a trainer that flattens? The paper's Table 3, Figure b, domain counts and teacher mismatch.
+"""Measures how wrong a trainer is that flattens: the paper's Table 3, Figure b, domain counts and teacher mismatch.
 
 Every row scores the same recorded actions of the same episodes; independent calls are the reference.
 """
@@ -37,7 +37,7 @@ from memopd.verify.equivalence import (
     sampled_tokens,
 )
 
-Progress = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps an iterable, shows how far it is
+Progress = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps an iterable and shows its progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Which positions each mask would train on."""
+    """The number of positions that each mask would train on."""
 
     sampled: int
-    trajectory_spurious: int  # every token after q of the flattened history
-    response_spurious: int  # everything in the assistant turn of every call
+    trajectory_spurious: int  # of all tokens after q in the flattened history
+    response_spurious: int  # of all tokens in the assistant turns of all calls
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherMismatch:
-    """The teacher in exact against persistent states."""
+    """The teacher in exact states, compared with persistent states."""
 
     when: str
     decisions: int
@@ -75,7 +75,7 @@ class TeacherMismatch:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGap:
-    """The sampler's own log-probabilities against the recomputed ones."""
+    """The sampler's own log-probabilities, compared with the recomputed ones."""
 
     decisions: int
     mean: float  # of |Δ|
@@ -85,7 +85,7 @@ class RecordedGap:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Packed against independent calls, for the episodes of one context-update rule."""
+    """Packed compared with independent calls, for the episodes of one context-update rule."""
 
     memory: str
     episodes: int
@@ -147,7 +147,7 @@ def audit(
     notes: list[str] = []
 
     def control(what: str, states_of: Callable[[Episode], Tensor]) -> list[Row]:
-        """A wrong way to score; where it cannot run (its positions pass a rope limit, say), a note instead."""
+        """The row of a wrong way to score. If it cannot run, for example past a rope limit, there is a note instead."""
         try:
             return [row(what, torch.cat([states_of(e) for e in progress(what, episodes)]))]
         except ValueError as why:
@@ -201,7 +201,7 @@ def as_row(representation: str, d: Difference, decisions: int) -> Row:
 def rules(
     head: Head, episodes: Sequence[Episode], packed: Tensor, alone: Tensor, tokens: Tensor, temperature: Tensor
 ) -> tuple[Rule, ...]:
-    """One row per memory rule that the episodes were recorded under."""
+    """One row per memory rule of the recorded episodes."""
     sizes = [sum(len(c.completion) for c in e.calls if c.trainable) for e in episodes]
     made = []
     for memory in dict.fromkeys(e.memory for e in episodes):
@@ -217,7 +217,7 @@ def _of(d: Difference) -> tuple[float, float, float]:
 
 
 def persistent_states(model: Any, episode: Episode) -> Tensor:
-    """The flattened history as any trainer runs it: one causal sequence, the model's own attention."""
+    """The flattened history as other trainers run it: one causal sequence with the model's own attention."""
     flat = persistent_history(episode)
     check_length(model, len(flat))
     with own_attention(model):
@@ -227,7 +227,7 @@ def persistent_states(model: Any, episode: Episode) -> Tensor:
 
 def corrupted_states(model: Any, episode: Episode, attention: str, **wrong: bool) -> Tensor:
     if not sharing(model).shared:
-        raise ValueError("the model runs its calls unshared, so that there is no packed state to corrupt")
+        raise ValueError("the model runs its calls unshared, so there is no packed state to corrupt")
     return decision_states(model, corrupt(compile_calls(episode.calls), **wrong), attention)
 
 
@@ -243,7 +243,7 @@ def domain(episodes: Sequence[Episode]) -> Domain:
         q = stable_prefix(episode)
         sampled += sum(len(c.completion) for c in episode.calls if c.trainable)
         trajectory += int(trajectory_mask(persistent_history(episode), q).sum())
-        # A call of the memory's own may read less than q.
+        # A call that the memory rule made for itself may read less than q.
         response += sum(int(response_mask(c, min(q, len(c.prompt))).sum()) for c in episode.calls)
     return Domain(sampled, trajectory - sampled, response - sampled)
 
@@ -251,7 +251,7 @@ def domain(episodes: Sequence[Episode]) -> Domain:
 def teacher_mismatch(
     teacher: Any, episodes: Sequence[Episode], attention: str, progress: Progress
 ) -> tuple[TeacherMismatch, ...]:
-    """Before the first memory update both states are the same; after it the persistent one never happened."""
+    """Before the first memory update both states are the same; after it the persistent one never occurred."""
     head = head_of(teacher)
     parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"before the first update": [], "after it": []}
     for episode in progress("teacher", episodes):
@@ -296,7 +296,7 @@ def _divergence(
 
 
 def recorded_gap(episodes: Sequence[Episode], head: Head, alone: Tensor) -> tuple[RecordedGap | None, list[str]]:
-    """Only where the sampler recorded log-probabilities, and of the whole distribution."""
+    """Covers only calls whose log-probabilities were recorded, under the whole distribution."""
     gaps, at, cut = [], 0, 0
     for episode in episodes:
         whole = episode.sampling.top_p == 1 and episode.sampling.top_k == 0
@@ -321,7 +321,7 @@ def recorded_gap(episodes: Sequence[Episode], head: Head, alone: Tensor) -> tupl
     return RecordedGap(len(gap), float(gap.abs().mean()), p99(gap.abs()), float((gap.expm1() - gap).mean())), notes
 
 
-# ---- for a person -------------------------------------------------------------------------------------------------
+# ---- the printed report -------------------------------------------------------------------------------------------
 
 
 def print_audit(report: Audit, console: Console) -> None:

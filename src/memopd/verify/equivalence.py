@@ -1,8 +1,9 @@
-"""Rollout context equivalence (RCE): packed logits against every call run alone, unpadded.
+"""Rollout context equivalence (RCE): compares packed logits with those of every call run alone, unpadded.
 
-The tolerance is derived, never tuned. Rounding makes any two correct computations differ; how much is measured on
-the reference itself: the packed run may be at most twice as far from a more precise run of the same calls as the
-calls run alone are. (Padding is not used as a yardstick: its difference is exactly 0 in half of all small cases.)
+The tolerance is derived, never tuned. Rounding makes any two correct computations differ, and we measure by how much
+on the reference itself: the error of the packed run, against a more precise run of the same calls, may be at most twice
+the error of the calls run alone. (The difference that padding makes is no criterion: it is exactly 0 in half of all
+small cases.)
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from memopd.types import Call
 from memopd.verify.structure import structural_problems
 
 CLIP = 0.2  # PPO's ε, for false clipping
-BUDGET = 8192  # rows a pack
+BUDGET = 8192  # rows per pack
 CHUNK = 256  # decisions whose logits are held at once
 
-# What a run of this precision is measured against.
+# The precision against which we measure the error of a run.
 MORE_PRECISE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
@@ -52,22 +53,22 @@ class EquivalenceReport:
     shared: bool  # False: the model cannot share rows and ran call by call
     calls: int
     decisions: int
-    rows: int  # computed when packed
-    tokens: int  # computed when every call runs alone
+    rows: int  # computed for the packs
+    tokens: int  # computed if every call runs alone
     max_logit_error: float  # packed against alone
     max_logprob_error: float
     p99_logprob_error: float
     top1_agreement: float
     false_clip: float
-    floor_max_logit_error: float  # alone against a right-padded batch: what batching itself costs
+    floor_max_logit_error: float  # alone against a right-padded batch: the effect of batching itself
     floor_p99_logprob_error: float
     logit_scale: float  # the largest |logit| of the reference
-    error: float  # what is judged: packed against more precise, or against alone in float64
+    error: float  # compared with the tolerance: packed against more precise, or against alone in float64
     tolerance: float
     tolerance_source: str
     worst_call: int
     worst_position: int  # of the sampled token within its completion
-    problems: tuple[str, ...] = ()  # what is wrong with the packs themselves
+    problems: tuple[str, ...] = ()  # errors in the packs themselves
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,9 +81,9 @@ def equivalence(
     packs: Sequence[Packed] | None = None,
     budget: int = BUDGET,
 ) -> EquivalenceReport:
-    """Prove, for these calls and this model, that packing computes what the calls computed.
+    """Check, for these calls and this model, that packing computes the same logits as the calls alone.
 
-    `packs` lets a pack made elsewhere, or broken on purpose, be put to the test.
+    Use `packs` to check packs that were made elsewhere, or broken on purpose.
     """
     calls = list(calls)
     packs = packs_of(calls, budget) if packs is None else packs
@@ -94,7 +95,7 @@ def equivalence(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The same decisions three ways, each [D, H] in the order of the calls."""
+    """The states of the same decisions, computed in three ways, each [D, H] in the order of the calls."""
 
     alone: Tensor
     batched: Tensor
@@ -103,7 +104,7 @@ class Runs:
 
 @torch.no_grad()
 def judge(model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs, attention: str) -> EquivalenceReport:
-    """The verdict on runs that were made already."""
+    """The report on runs that were already made."""
     problems = structural_problems(packs, calls)
     head, dtype = head_of(model), next(model.parameters()).dtype
     tokens = sampled_tokens(calls, runs.alone.device)
@@ -127,7 +128,7 @@ def judge(model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs
         tolerance, source = relative * scale, f"{relative:.0e} of the largest logit, {why}"
     call, position = decision_index(calls)
     return EquivalenceReport(
-        passed=not problems and error <= tolerance,  # NaN compares false
+        passed=not problems and error <= tolerance,  # False for NaN
         attention=attention,
         dtype=name_of(dtype),
         shared=sharing(model).shared,
@@ -153,13 +154,13 @@ def judge(model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs
 
 
 def float64_tolerance(model: Any) -> tuple[float, str]:
-    """There is nothing more precise than float64 to measure against, so the bound is a multiple of its rounding."""
+    """We have nothing more precise than float64 to compare with, so the bound is a multiple of its rounding."""
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         return 1e-6, "the model's own softmax runs in float32"
     return 1e-12, "rounding in float64"
 
 
-# ---- the ways to run the same calls, all giving [D, H] in the order of the calls --------------------------------
+# ---- the ways to run the same calls; all return [D, H] in the order of the calls --------------------------------
 
 
 def packs_of(calls: Sequence[Call], budget: int) -> list[Packed]:
@@ -168,7 +169,7 @@ def packs_of(calls: Sequence[Call], budget: int) -> list[Packed]:
 
 
 def packed_states(model: Any, calls: Sequence[Call], packs: Iterable[Packed], attention: str, like: Tensor) -> Tensor:
-    """Scattered by (call, k) into the shape of `like`. A decision that is missing, or cannot be placed, stays NaN."""
+    """The packed states, scattered by (call, k) into the shape of `like`. A missing or misplaced decision stays NaN."""
     start = np.cumsum([0] + [len(c.completion) if c.trainable else 0 for c in calls])
     states = torch.full_like(like, float("nan"))
     for packed in packs:
@@ -176,7 +177,7 @@ def packed_states(model: Any, calls: Sequence[Call], packs: Iterable[Packed], at
         if not len(call) or row.max() >= len(packed) or call.max() >= len(calls):
             continue
         here = decision_states(model, packed, attention)
-        k = np.arange(len(call)) - np.searchsorted(call, call)  # how many decisions of its call came before
+        k = np.arange(len(call)) - np.searchsorted(call, call)  # the number of earlier decisions of the same call
         slot = torch.as_tensor(np.minimum(start[call] + k, start[call + 1] - 1), device=here.device)
         states = states.index_copy(0, slot, here.to(like.dtype))
     return states
@@ -189,7 +190,7 @@ def alone_states(model: Any, calls: Sequence[Call]) -> Tensor:
 
 
 def batched_states(model: Any, calls: Sequence[Call], batch: int = 8) -> Tensor:
-    """The batching floor: the same calls side by side, padded on the right, where causality keeps padding out."""
+    """The batching floor: the same calls in a batch, padded on the right, where causality hides the padding."""
     device = next(model.parameters()).device
     kept = [c for c in calls if c.trainable]
     states = []
@@ -219,7 +220,7 @@ def at_precision(model: Any, dtype: torch.dtype) -> Any:
     reference = copy.deepcopy(model).to(dtype)
     reference.zero_grad(set_to_none=True)
     if reference._can_set_experts_implementation():
-        reference.set_experts_implementation("eager")  # the grouped kernels know no float64
+        reference.set_experts_implementation("eager")  # the grouped kernels do not support float64
     return reference
 
 
@@ -234,7 +235,7 @@ def compare(
     tokens: Tensor,
     temperature: Tensor | None = None,  # [D]
 ) -> Difference:
-    """`states` through `head` against `other` through `other_head`, a chunk of decisions at a time."""
+    """Compare `states` through `head` with `other` through `other_head`, one chunk of decisions at a time."""
     logit, delta, same = [], [], []
     for at in range(0, len(tokens), CHUNK):
         part = slice(at, at + CHUNK)
@@ -249,7 +250,7 @@ def compare(
 
 
 def difference(logit: Tensor, delta: Tensor, same: Tensor) -> Difference:
-    """From per-decision max |Δlogit|, Δlog p and whether the first choice is the same."""
+    """Summarises, per decision, max |Δlogit|, Δlog p and whether the first choice is the same."""
     ratio = delta.exp()
     return Difference(
         max_logit=float(logit.max()),
@@ -262,7 +263,7 @@ def difference(logit: Tensor, delta: Tensor, same: Tensor) -> Difference:
 
 
 def p99(values: Tensor) -> float:
-    return float(np.quantile(values.cpu().numpy(), 0.99))  # torch.quantile stops at 2^24 values
+    return float(np.quantile(values.cpu().numpy(), 0.99))  # torch.quantile takes at most 2^24 values
 
 
 def largest_logit(head: Head, states: Tensor) -> float:
@@ -282,20 +283,20 @@ class GradientReport:
     attention: str
     dtype: str
     difference: float  # ‖packed − alone‖ / ‖alone‖ over all parameters
-    reordering: float  # ‖alone, last call first − alone‖ / ‖alone‖: what the order of the calls costs
-    error: float  # what is judged
+    reordering: float  # ‖alone, last call first − alone‖ / ‖alone‖: the effect of the order of the calls
+    error: float  # compared with the tolerance
     tolerance: float
     tolerance_source: str
     worst_parameter: str
-    batching: float = float("nan")  # ‖padded batch − alone‖ / ‖alone‖: what matrix products of another shape cost
+    batching: float = float("nan")  # ‖padded batch − alone‖ / ‖alone‖: the effect of matrix products of another shape
 
 
 def gradient_equivalence(
     model: Any, calls: Sequence[Call], attention: str = "auto", budget: int = BUDGET
 ) -> GradientReport:
-    """The gradient of the mean log p of the sampled tokens: packed against every call alone.
+    """Compares the gradient of the mean log p of the sampled tokens, packed, with that of every call alone.
 
-    Gradients that the model holds are dropped.
+    Drops the gradients that the model holds.
     """
     dtype = next(model.parameters()).dtype
     packs = packs_of(calls, budget)

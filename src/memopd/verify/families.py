@@ -1,6 +1,6 @@
-"""Tiny models of every family that is checked, with random weights: real code, real shapes, no download.
+"""Tiny models of every family that we check, with random weights: real code and real shapes without a download.
 
-`demo` also samples episodes from one of them, so that an audit runs on a bare clone.
+`demo` also samples episodes from one of them, so that you can run an audit on a bare clone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import transformers
 
 from memopd.types import Call, Episode, Sampling, Segment, StopReason
 
-hf: Any = transformers  # its configs are typed more narrowly than they are used
+hf: Any = transformers  # the types of its configs are narrower than their use
 
 VOCABULARY = 131
 
@@ -30,7 +30,7 @@ _TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_WINDOW = 12  # shorter than the calls of the checks, so that it cuts
+_WINDOW = 12  # shorter than the calls of the checks, so that it has an effect
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -108,9 +108,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of `family` whose weights, norms, sinks and biases included, are random and not small.
+    """A model of `family` whose weights, including norms, sinks and biases, are random and not small.
 
-    Default initialisation would leave norms at one, sinks at zero and attention nearly uniform: errors would hide.
+    Default initialisation has norms of one, sinks of zero and nearly uniform attention, which would hide errors.
     """
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
@@ -125,17 +125,18 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -
             else:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the grouped kernels know no float64
+        model.set_experts_implementation("eager")  # the grouped kernels do not support float64
     return model.to(dtype).eval()
 
 
-# ---- episodes of one of them --------------------------------------------------------------------------------------
+# ---- episodes for the demo ----------------------------------------------------------------------------------------
 
 
 def demo(episodes: int = 16, calls: int = 5, seed: int = 0) -> tuple[Any, list[Episode]]:
     """A model and MEM1-like episodes that it sampled: |q| 40, responses of 24, observations of 30 ids.
 
-    The texts mean nothing; the calls are real: sampled token by token, with log-probabilities and segments recorded.
+    The texts have no meaning, but the calls are real: sampled token by token, with recorded log-probabilities and
+    segments.
     """
     model = tiny_model("qwen2", seed)
     rng = np.random.default_rng(seed)
@@ -161,7 +162,7 @@ def demo(episodes: int = 16, calls: int = 5, seed: int = 0) -> tuple[Any, list[E
 
 @torch.no_grad()
 def _sample(model: Any, prompts: np.ndarray[Any, Any], length: int) -> tuple[np.ndarray[Any, Any], ...]:
-    """One batch of equally long prompts, decoded with a key-value cache as any sampler does."""
+    """One batch of prompts of equal length, decoded with a key-value cache like any sampler."""
     ids, cache = torch.as_tensor(prompts), None
     tokens, logprobs = [], []
     for _ in range(length):

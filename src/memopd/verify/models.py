@@ -1,4 +1,4 @@
-"""Which families share rows, which run unshared, what is refused: the table of docs/models.md, made by checking."""
+"""Checks which model families share rows, run unshared or are refused, and writes the table of docs/models.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FamilyRow:
     family: str
     mode: str  # shared, unshared or refused
     why: str
-    attention: str  # kernels that serve it
+    attention: str  # the kernels that can run it
     logits: float  # max |Δlogit| / max |logit|, float64
     gradient: float  # relative, float64
 
@@ -46,7 +46,7 @@ def example_calls(seed: int = 0, calls: int = 4) -> list[Call]:
 def check_families() -> Iterator[FamilyRow]:
     log = logging.getLogger("memopd")
     before = log.level
-    log.setLevel(logging.ERROR)  # the notices are the table
+    log.setLevel(logging.ERROR)  # the table contains the notices
     try:
         for family in FAMILIES:
             yield check_family(family)

@@ -1,4 +1,4 @@
-"""Does a pack hold exactly what the calls held? Integers only, no model: this half of the proof needs no tolerance."""
+"""Checks that packs contain exactly the calls. It compares integers without a model, so it needs no tolerance."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from memopd.types import Call
 
 
 def structural_problems(packs: Sequence[Packed], calls: Sequence[Call]) -> list[str]:
-    """What is wrong with the packs, one line each; empty when every call is rebuilt token by token.
+    """The errors in the packs, one line each; empty if every call is rebuilt token by token.
 
-    For each call: one decision per sampled token, each on the row before it on the call's own path; that path is
-    the prompt and the sampled tokens, at positions 0, 1, 2, ...
+    Each call has one decision per sampled token, on the row before that token on the call's own path. The path is the
+    prompt and the sampled tokens, at positions 0, 1, 2, ...
     """
     problems = []
     seen = {i: 0 for i, call in enumerate(calls) if call.trainable}
@@ -34,13 +34,13 @@ def structural_problems(packs: Sequence[Packed], calls: Sequence[Call]) -> list[
 
 
 def _pack_problem(packed: Packed) -> str | None:
-    """Rows that see too much or too little, whichever calls they belong to."""
+    """Finds rows that see too much or too little, independently of their calls."""
     T, row = len(packed), packed.decisions.row
     if not ((packed.exit > np.arange(T)) & (packed.exit <= T)).all():
-        return "an exit is not behind its own row and within the pack"
+        return "an exit is not after its own row and within the pack"
     if len(row) and not (row.min() >= 0 and row.max() < T):
         return "a decision is on a row that does not exist"
-    # Row q sees the rows up to itself less those that exited by then: as many as its position says.
+    # Row q sees the rows up to itself, without those that exited before it. Their number must match its position.
     sees = np.arange(1, T + 1) - np.cumsum(np.bincount(packed.exit, minlength=T + 1))[:T]
     if len(wrong := np.flatnonzero(sees != packed.positions + 1)):
         return f"row {wrong[0]} at position {packed.positions[wrong[0]]} sees {sees[wrong[0]]} rows"

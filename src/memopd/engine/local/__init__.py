@@ -1,4 +1,4 @@
-"""A model in this process: continuous batching over one cache."""
+"""Samples from a model in this process, with continuous batching over one cache."""
 
 from memopd.engine.local.engine import LocalEngine
 

@@ -1,10 +1,10 @@
-"""How one forward pass of the engine attends: new tokens of many sequences in one flat row, their past in the cache.
+"""Attention of one forward pass of the engine: new tokens of many sequences in one flat row, their past in the cache.
 
-A Pass is the scheme that the model gets (memopd.models.attention). New keys and values go into the cache first; then
-every sequence's new tokens read its own slot, up to themselves.
+A Pass is the scheme that the model gets (memopd.models.attention). It first writes new keys and values to the cache;
+then the new tokens of every sequence read their own slot, up to themselves.
 
-Three ways to read, one result: PyTorch's kernel on a CPU, the kernel of `kernel.py` on a GPU, and plain products where
-a layer has a window, a soft cap or sinks, or where neither kernel serves.
+Three implementations give the same result: PyTorch's kernel on a CPU, the kernel of `kernel.py` on a GPU, and plain
+matrix products for layers with a window, a soft cap or sinks, and wherever neither kernel applies.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from memopd.engine.local.cache import Cache
 from memopd.models.attention import Layer, eval_mode, own_attention, plain_attention, sampling_attention
 from memopd.models.support import sharing
 
-# Keys whose reading costs as much as another call of PyTorch's CPU kernel: sequences of nearly equal length share one.
+# Another call of PyTorch's CPU kernel costs as much as reading this many keys, so sequences of nearly equal length
+# share a call.
 CALL_COST = 150
 
-CLOSE = 0.1  # of the logits' spread: rounding is far below in every precision, a misread layer far above
+CLOSE = 0.1  # of the logits' spread: rounding is far below it in every precision, a layer that we misread far above
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """New tokens of one sequence: `count` of them from place `first` of the flat row."""
+    """The new tokens of one sequence: `count` tokens from index `first` of the flat row."""
 
     slot: int
     first: int
@@ -39,31 +40,31 @@ class Span:
 
     @property
     def length(self) -> int:
-        """Keys that the last of them sees."""
+        """The number of keys that the last token sees."""
         return self.position + self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences in neighbouring slots with one new token each, read by one call."""
+    """Sequences in neighbouring slots with one new token each, which one call of the kernel serves."""
 
     slot: int
     first: int
     count: int
     length: int  # of the longest
-    mask: Tensor | None  # [count, 1, 1, length]: hides what lies past the shorter ones' ends
+    mask: Tensor | None  # [count, 1, 1, length]: hides the keys past the ends of the shorter sequences
 
 
 @dataclass(slots=True)
 class Pass:
-    """What one call of the model reads and writes. Rows are slot · length + position."""
+    """The cache rows that one call of the model reads and writes. A row is slot · length + position."""
 
     cache: Cache
-    rows: Tensor  # [T] where the new keys and values go
+    rows: Tensor  # [T] where the new keys and values are written
     spans: Sequence[Span]
-    groups: Sequence[Group] = ()  # of the spans, those served by common calls; the CPU's way
-    alone: Sequence[Span] = ()  # and those that are not
-    tiles: Any = None  # the GPU's way (kernel.py); made from the spans where none is given
+    groups: Sequence[Group] = ()  # on a CPU: the spans that share a call of the kernel
+    alone: Sequence[Span] = ()  # on a CPU: the spans that have a call of their own
+    tiles: Any = None  # on a GPU (kernel.py); made from the spans if None
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: Layer) -> Tensor:
@@ -74,16 +75,16 @@ class Pass:
         """query [T, Hq, d], keys and values of all slots -> [T, Hq, dv]"""
         if layer.window is not None and layer.window >= self.cache.length:
             layer = replace(layer, window=None)
-        asked = (layer.window, layer.softcap, layer.sinks)
-        special = any(x is not None for x in asked) or keys.dtype == torch.float64
+        extras = (layer.window, layer.softcap, layer.sinks)
+        special = any(x is not None for x in extras) or keys.dtype == torch.float64
         if (query.is_cuda or self.tiles is not None) and not special:
             if self.tiles is None:
-                from memopd.engine.local.kernel import tiles_of  # not where there is no GPU
+                from memopd.engine.local.kernel import tiles_of  # imports Triton, which exists only with a GPU
 
                 self.tiles = tiles_of(self.spans, query.shape[1] // keys.shape[2], self.cache.length, query.device)
             return self.tiles.attend(query, keys, values, layer.scale)
         self.cache.special |= special
-        assert self.spans, "a captured pass knows no spans"
+        assert self.spans, "a captured pass has no spans"
         out = query.new_empty(*query.shape[:2], values.shape[3])
         if special or query.device.type != "cpu":
             for span in self.spans:
@@ -92,13 +93,13 @@ class Pass:
                 out[here] = plain(query[here], *past, span.position, layer)
             return out
         for group in self.groups:
-            _together(group, query, keys, values, layer.scale, out)
+            _attend_group(group, query, keys, values, layer.scale, out)
         for span in self.alone:
-            _alone(span, self._mask(span, query), query, keys, values, layer.scale, out)
+            _attend_span(span, self._mask(span, query), query, keys, values, layer.scale, out)
         return out
 
     def _mask(self, span: Span, query: Tensor) -> Tensor | None:
-        """For several new tokens after a past: the kernel's own causal mask would begin at the first key."""
+        """For several new tokens that follow cached ones: the kernel's own causal mask would begin at the first key."""
         if span.position == 0 or span.count == 1:
             return None
         shape = (span.count, span.length)
@@ -108,8 +109,8 @@ class Pass:
         return self.masks[shape]
 
 
-def _together(group: Group, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
-    """One new token each: a group of query heads stands where several queries would, so no key is repeated."""
+def _attend_group(group: Group, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+    """One new token per sequence: the query heads of a group act as several queries, so no key is repeated."""
     n, heads, d = group.count, query.shape[1], query.shape[2]
     here, slots = slice(group.first, group.first + n), slice(group.slot, group.slot + n)
     q = query[here].reshape(n, keys.shape[2], -1, d)
@@ -118,10 +119,10 @@ def _together(group: Group, query: Tensor, keys: Tensor, values: Tensor, scale: 
     out[here] = made.reshape(n, heads, -1)
 
 
-def _alone(
+def _attend_span(
     span: Span, mask: Tensor | None, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Several new tokens of one sequence: key-value heads are the batch, so no key is repeated."""
+    """Several new tokens of one sequence: the key-value heads are the batch, so no key is repeated."""
     here, groups = slice(span.first, span.first + span.count), query.shape[1] // keys.shape[2]
     q = query[here].transpose(0, 1).unflatten(0, (-1, groups))  # [Hkv, G, n, d]
     k, v = (x[span.slot, : span.length].transpose(0, 1)[:, None].expand(-1, groups, -1, -1) for x in (keys, values))
@@ -135,21 +136,24 @@ def plain(query: Tensor, key: Tensor, value: Tensor, position: int, layer: Layer
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)))
     back = torch.arange(position, position + len(query), device=q.device)[:, None]
-    back = back - torch.arange(len(key), device=q.device)  # how far each key lies behind each query
+    back = back - torch.arange(len(key), device=q.device)  # the distance from each query back to each key
     visible = back >= 0 if layer.window is None else (back >= 0) & (back < layer.window)
     return plain_attention(q, k, v, visible, layer).transpose(0, 1)
 
 
-# ---- which sequences one call may serve ----------------------------------------------------------------------------
+# ---- which sequences share a call of the kernel --------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Groups:
-    """The grouping of sequences that each get one token a step. It holds for as long as the same ones run: all grow
-    alike, so what lies past the shorter ones' ends stays as wide as it is."""
+    """The grouping of sequences that each get one token per step.
 
-    runs: list[tuple[int, int]]  # the sequences a .. b - 1, which lie in neighbouring slots
-    masks: list[Tensor | None]  # [b - a, room]: 0, and -inf at the end of shorter sequences' rows
+    It stays valid for as long as the same sequences run: all of them grow by one token, so the masked width past the
+    end of a shorter one does not change.
+    """
+
+    runs: list[tuple[int, int]]  # the sequences a .. b - 1, which are in neighbouring slots
+    masks: list[Tensor | None]  # [b - a, room]: 0, and -inf at the end of the rows of shorter sequences
 
     def at(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Group]:
         groups = []
@@ -161,7 +165,7 @@ class Groups:
 
 
 def group(slots: Sequence[int], lengths: Sequence[int], room: int, dtype: torch.dtype) -> Groups:
-    """Neighbouring slots share a call where reading past the shorter ones' ends costs less than another call."""
+    """Neighbouring slots share a call if reading past the ends of the shorter ones costs less than another call."""
     runs: list[tuple[int, int]] = []
     for i, length in enumerate(lengths):
         if runs and slots[i] == slots[i - 1] + 1:
@@ -189,21 +193,24 @@ def group(slots: Sequence[int], lengths: Sequence[int], room: int, dtype: torch.
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model that the engine would sample from wrongly, in one line."""
+    """Raise an error for a model from which the engine would sample wrongly."""
     if not (can := sharing(model)).shared:
         raise ValueError(f"{can.reason}: the local engine cannot sample from it; serve it with vLLM")
     expected, logits = _compare(model)
     off = (logits.double() - expected.double()).square().mean().sqrt() / expected.double().std()
-    if off > CLOSE:  # NaN weights are not this check's business
+    if off > CLOSE:  # NaN weights pass here: the first sampled token reports them
         raise ValueError(
-            f"{type(model).__name__} does more around its attention than the local engine knows of (logits off by "
+            f"{type(model).__name__} does more around its attention than the local engine supports (logits off by "
             f"{off:.0%} of their spread): serve it with vLLM"
         )
 
 
 def _compare(model: Any) -> tuple[Tensor, Tensor]:
-    """A prompt in three parts through the engine's passes, and the model run by itself: families differ in what
-    they do around their attention, and a new one must not be sampled from wrongly in silence."""
+    """The last logits of a prompt: from the model by itself, and from the engine, which reads it in three parts.
+
+    Model families differ in what they do around their attention. This check keeps the engine from sampling wrongly,
+    without an error, from a family that is new to it.
+    """
     device = next(model.parameters()).device
     ids = torch.arange(24, device=device) * 7 % min(101, model.get_input_embeddings().weight.shape[0])
     cache, logits = Cache(1, 24), None

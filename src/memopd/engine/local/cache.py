@@ -1,8 +1,9 @@
-"""Keys and values of the running sequences: one slot per sequence, one row per token, and who is in which slot.
+"""Keys and values of the running sequences: one slot per sequence, one row per token, and which slot holds which ids.
 
-A slot keeps its keys and values after its sequence has left, until another takes it. A prompt that starts as any slot
-does, in use or free, copies those rows instead of computing them: same ids, same positions, same weights, hence the
-same keys and values. Copies cost a memory move, so nothing is shared in place and no slot depends on another.
+A slot keeps its keys and values after its sequence has finished, until another sequence takes it. If a prompt starts
+like any slot, used or free, the engine copies those rows instead of computing them: same ids, same positions and same
+weights give the same keys and values. A copy only costs a memory move, so slots share no memory and none depends on
+another.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from torch import Tensor
 
 from memopd.types import Ids
 
-WORTHWHILE = 16  # tokens; a shorter common start is computed again
+WORTHWHILE = 16  # tokens; a shorter common prefix is computed again
 
 
 class Cache:
-    """A layer's tensors are made when it first writes, so that any shape of keys and values will do.
+    """Allocates the tensors of a layer at its first write, so that keys and values may have any shape.
 
-    Memory of `slots + 1` times `length` rows; a CPU commits it only as it is written. The last slot belongs to nobody:
-    rows that fill a CUDA graph up to its size write there.
+    Takes the memory of `slots + 1` times `length` rows; a CPU commits it only as it is written. No sequence uses the
+    last slot: the rows that pad a CUDA graph to its size write there.
     """
 
     def __init__(self, slots: int, length: int) -> None:
         self.slots, self.length = slots + 1, length
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # [slots, length, Hkv, d] each
-        self.special = False  # a layer was seen that only plain products serve
+        self.special = False  # True once a layer needed plain matrix products
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store key and value [T, Hkv, d] at `rows` (slot · length + position); the layer's whole tensors come back."""
+        """Store key and value [T, Hkv, d] at `rows` (slot · length + position); return the layer's whole tensors."""
         if layer not in self.layers:
             self.layers[layer] = (self._make(key), self._make(value))
         keys, values = self.layers[layer]
@@ -42,7 +43,7 @@ class Cache:
         return keys, values
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Rows to rows, every layer. All are read before any is written."""
+        """Copy rows to rows in every layer. All rows are read before any is written."""
         for pair in self.layers.values():
             for part in pair:
                 flat = part.view(-1, *part.shape[2:])
@@ -58,39 +59,40 @@ class Cache:
         try:
             if like.device.type != "cpu":
                 return torch.zeros(shape, dtype=like.dtype, device=like.device)
-            # Zeros, as hidden rows are multiplied by 0 and must not be NaN; NumPy's, as torch would commit the memory.
+            # Zeros, because masked rows are multiplied by 0 and must not be NaN. From NumPy, because torch would commit
+            # the memory at once.
             bytes = np.zeros(math.prod(shape) * like.element_size(), np.uint8)
             return torch.from_numpy(bytes).view(like.dtype).view(shape)
         except (torch.OutOfMemoryError, MemoryError) as why:
             size = self.slots * self.length
             raise ValueError(
-                f"no memory for keys and values of {size:,} tokens a layer: give the engine fewer slots or a smaller "
+                f"no memory for keys and values of {size:,} tokens per layer: give the engine fewer slots or a smaller "
                 f"max_length ({str(why).splitlines()[0]})"
             ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Which part of a prompt is in the cache already."""
+    """The part of a prompt that the cache already holds."""
 
     slot: int
     ready: int  # tokens of the prompt whose rows can be copied from `slot`
-    coming: int  # tokens that a slot being filled in this pass will have
+    coming: int  # tokens that some slot will hold after the current pass
 
 
 class Slots:
     def __init__(self, count: int, length: int) -> None:
         self.tokens = np.zeros((count, length), np.int32)
         self.ready = np.zeros(count, np.int64)  # rows in the cache
-        self.coming = np.zeros(count, np.int64)  # rows after the pass that is being made
+        self.coming = np.zeros(count, np.int64)  # rows in the cache after the current pass
         self.free = dict.fromkeys(range(count))  # least recently used first
 
     def oldest(self, count: int) -> list[int]:
-        """The `count` free slots whose content was least recently of use, in the order they lie in memory."""
+        """The `count` free slots that were used least recently, in the order of their memory."""
         return sorted(list(self.free)[:count])
 
     def match(self, prompt: Ids) -> Match:
-        """The longest common start. The last token is always computed: its logits are wanted."""
+        """The longest common prefix. It excludes the last token, whose logits must be computed."""
         most = len(prompt) - 1
         if most < WORTHWHILE:
             return Match(0, 0, 0)
@@ -104,8 +106,8 @@ class Slots:
         found = int(ready[best]) if ready[best] >= WORTHWHILE else 0
         return Match(int(alike[best]), found, int(coming.max()))
 
-    def take(self, slot: int, prompt: Ids, ready: int) -> None:
-        """`prompt` moves in with `ready` rows; the others are there once the pass that computes them is done."""
+    def assign(self, slot: int, prompt: Ids, ready: int) -> None:
+        """Give the slot to `prompt`, with `ready` rows. The other rows are ready after the pass that computes them."""
         del self.free[slot]
         self.tokens[slot, : len(prompt)] = prompt
         self.ready[slot], self.coming[slot] = ready, len(prompt)
@@ -114,23 +116,24 @@ class Slots:
         for slot in slots:
             self.ready[slot] = self.coming[slot]
 
-    def used(self, slot: int) -> None:
-        """What a free slot holds was of use again: it is the last to be given away."""
+    def mark_used(self, slot: int) -> None:
+        """The content of a free slot was reused, so that this slot becomes the last one to be given away."""
         if slot in self.free:
             del self.free[slot]
             self.free[slot] = None
 
-    def leave(self, slot: int, tokens: Ids) -> None:
-        """A sequence is done. Its last token was never read, so it has no row."""
+    def release(self, slot: int, tokens: Ids) -> None:
+        """Free the slot of a finished sequence. Its last token was never read, so it has no row."""
         rows = len(tokens) - 1
         self.tokens[slot, :rows] = tokens[:-1]
         self.ready[slot] = self.coming[slot] = rows
         self.free[slot] = None
 
-    def forget(self) -> None:
-        """Other weights: what the slots hold is worth nothing any more, nor is the order in which they were left.
+    def invalidate(self) -> None:
+        """Drop the content of all slots, because the weights changed, and the order in which they became free.
 
-        A resumed run has no such order: with it, the same calls would lie in other slots, and round otherwise.
+        A resumed run does not have that order. If it were kept, the same calls would get other slots than in the
+        resumed run, and their results would round differently.
         """
         self.ready[:] = self.coming[:] = 0
         self.free = dict.fromkeys(sorted(self.free))

@@ -1,8 +1,8 @@
-"""A Hugging Face model in this process, on a CPU or a GPU.
+"""Samples from a Hugging Face model in this process, on a CPU or a GPU.
 
-Requests come at any time and from any thread. Between two steps finished sequences leave and waiting ones enter; a
-step is one forward pass over one flat row: the next token of every running sequence, and the prompts of those that
-enter. The thread that makes the steps lives while there is work, and holds the model only then.
+You may submit requests at any time and from any thread. Between two steps, finished sequences leave and waiting ones
+enter. A step is one forward pass over one flat row: the next token of every running sequence, and the prompts of those
+that enter. The thread that runs the steps exists only while there is work, and uses the model only then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from memopd.types import Ids, StopReason
 
 log = logging.getLogger("memopd")
 
-# New tokens of prompts a pass; a longer prompt goes alone. A CPU's caches like short rows, a GPU long ones.
+# New prompt tokens per pass; a longer prompt gets a pass of its own. Short rows suit a CPU's caches, long ones a GPU.
 PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
@@ -40,7 +40,7 @@ PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
 class _Sequence:
     request: Request
     prompt: Ids
-    limit: int  # tokens to sample at most
+    limit: int  # the most tokens to sample
     stops: Stops | None
     on_token: Callable[[int], None] | None
     uniforms: Uniforms
@@ -56,10 +56,11 @@ class _Sequence:
 
 
 class LocalEngine:
-    """Samples from `model`, at most `slots` sequences at once of at most `max_length` tokens, prompt included.
+    """Samples from `model`: at most `slots` sequences at once, of at most `max_length` tokens including the prompt.
 
-    The model may be a trainer's: it is not copied, and its attention and its modes are as they were whenever no
-    request is open. Change its weights between batches, then set `version`; or use `updating` or `update` at any time.
+    You may pass a model that is being trained: the engine does not copy it, and restores its attention and its modes
+    whenever no request is open. Change its weights between batches, then set `version`; or use `updating` or `update`
+    at any time.
     """
 
     def __init__(
@@ -77,33 +78,33 @@ class LocalEngine:
         self._stops = None if tokenizer is None else stops_of(tokenizer, self.vocabulary)
         self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
         self._running: list[_Sequence] = []  # in the order of their slots
-        self._groups: Groups | None = None  # of those running; None: they changed
+        self._groups: Groups | None = None  # of the running sequences; None: these changed
         self._decoder: Any = None
-        self._captures = rope_switch(model) is None  # one that looks at positions makes the host wait in every step
-        self._weights: list[tuple[int, int]] = []  # where they lay and how often they had been written
+        self._captures = rope_switch(model) is None  # such a rope reads positions on the host, in every step
+        self._weights: list[tuple[int, int]] = []  # address and version counter of every parameter
 
-        self._lock = threading.Condition()  # guards what follows
+        self._lock = threading.Condition()  # guards the attributes below
         self._waiting: dict[_Sequence, None] = {}
-        self._given_up: list[_Sequence] = []  # cancelled before they entered
+        self._cancelled: list[_Sequence] = []  # before they entered
         self._thread: threading.Thread | None = None
         self._paused = False
         self._closed = False
 
-    # ---- for callers, from any thread -----------------------------------------------------------------------------
+    # ---- the public methods, for any thread -----------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the order of the requests."""
         tickets = self._enter([self._sequence(r, None) for r in requests])
         try:
             return [t.completion.result() for t in tickets]
-        except BaseException:  # an error, or somebody at the keyboard
+        except BaseException:  # an error, or a keyboard interrupt
             for ticket in tickets:
                 ticket.cancel()
-            wait([t.completion for t in tickets])  # whoever catches this finds the model at rest
+            wait([t.completion for t in tickets])  # the engine no longer uses the model when the caller goes on
             raise
 
     def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
-        """Start a request beside those that run. `on_token` gets every sampled id, from the engine's thread."""
+        """Start a request beside the running ones. The engine's thread calls `on_token` with every sampled id."""
         return self._enter([self._sequence(request, on_token)])[0]
 
     @property
@@ -117,8 +118,10 @@ class LocalEngine:
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Nothing is sampled inside the block: change the weights there. Running requests end first, under the old
-        version; waiting ones go on under the new one."""
+        """Pauses sampling, so that you can change the weights inside the block.
+
+        Running requests finish first, with the old version; waiting ones continue with the new version.
+        """
         with self._lock:
             if self._thread is threading.current_thread():
                 raise RuntimeError(
@@ -132,17 +135,17 @@ class LocalEngine:
             self._version = version
         finally:
             with self._lock:
-                self._slots.forget()
+                self._slots.invalidate()
                 self._paused = False
                 self._lock.notify_all()
                 self._start()
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy `weights` (a state dict) into the model. Not needed where the trainer trains this very model."""
-        own = dict(self.model.named_parameters())  # names tied weights once
+        """Copy `weights` (a state dict) into the model. You do not need this if you train this very model."""
+        own = dict(self.model.named_parameters())  # lists tied weights once
         if missing := sorted(own.keys() - weights.keys()):
             raise ValueError(f"the update lacks {len(missing)} of the model's parameters, {missing[0]} among them")
-        for name, parameter in own.items():  # before any is copied: half an update would be a model that nobody has
+        for name, parameter in own.items():  # checked before any is copied: half an update would mix two models
             if weights[name].shape != parameter.shape:
                 shapes = f"{tuple(weights[name].shape)} for {tuple(parameter.shape)}"
                 raise ValueError(f"the update is of another model: {name} has shape {shapes}")
@@ -151,9 +154,9 @@ class LocalEngine:
                 parameter.copy_(weights[name])
 
     def close(self) -> None:
-        """End what runs and what waits as aborted, and take no more."""
+        """End running and waiting requests as aborted, and accept no more."""
         with self._lock:
-            self._closed = True  # which those that run notice by themselves
+            self._closed = True  # running requests end at their next token
             waiting = list(self._waiting)
         for sequence in waiting:
             self._cancel(sequence)
@@ -207,13 +210,13 @@ class LocalEngine:
             if sequence not in self._waiting:
                 return
             del self._waiting[sequence]
-            if self._thread is not None:  # it may hold the model already: it answers when it has let go
-                self._given_up.append(sequence)
+            if self._thread is not None:  # it may be using the model: it answers when it has released it
+                self._cancelled.append(sequence)
                 return
         self._done(sequence, StopReason.ABORTED)()
 
     def _done(self, sequence: _Sequence, stop: StopReason) -> Callable[[], None]:
-        """The completion, to be handed over when the engine chooses."""
+        """A function that delivers the completion, so that the engine can choose when."""
         tokens, logprobs = np.array(sequence.tokens, np.int32), np.array(sequence.logprobs, np.float64)
         completion = Completion(tokens, logprobs, stop, self._version)
         return partial(sequence.future.set_result, completion)
@@ -230,70 +233,70 @@ class LocalEngine:
                     with self._lock:
                         alive = self._has_waiting()
                         finished += self._end(alive)
-        except BaseException as why:  # nobody may wait for an answer that will not come
+        except BaseException as why:  # every caller must get an answer, or would wait for ever
             with self._lock:
                 waiting, self._waiting = list(self._waiting), {}
                 finished += self._fail([*self._running, *waiting], why) + self._end(alive=False)
-        for hand_over in finished:  # the model is its owner's again before the last completion arrives
-            hand_over()
+        for deliver in finished:  # only now: the last completion arrives after the engine has released the model
+            deliver()
 
     def _end(self, alive: bool) -> list[Callable[[], None]]:
-        """Whether the thread goes on; and what it owes to those who gave up waiting."""
+        """Note the end of the thread unless it is `alive`; return the answers to requests cancelled while waiting."""
         if not alive:
             self._thread = None
             self._lock.notify_all()
-        gone, self._given_up = self._given_up, []
-        return [self._done(s, StopReason.ABORTED) for s in gone]
+        cancelled, self._cancelled = self._cancelled, []
+        return [self._done(s, StopReason.ABORTED) for s in cancelled]
 
     def _serve(self, finished: list[Callable[[], None]]) -> None:
-        """Steps until nothing runs and nothing may enter. What finishes in the last one is left in `finished`."""
-        self._notice_new_weights()
+        """Run steps until nothing runs and nothing may enter. The last step's completions stay in `finished`."""
+        self._check_weights()
         with sampling_attention(self.model):
             while self._running or self._has_waiting():
-                while finished:  # others still run: nobody has to wait for them
+                while finished:  # deliver now: these need not wait for the sequences that still run
                     finished.pop()()
                 finished += self._step()
-                if self._given_up:
+                if self._cancelled:
                     with self._lock:
                         finished += self._end(alive=True)
 
     def _has_waiting(self) -> bool:
         return bool(self._waiting) and not self._paused
 
-    def _notice_new_weights(self) -> None:
-        """Drop old keys and values if the weights changed without `version`: they must not serve new weights."""
+    def _check_weights(self) -> None:
+        """Drop cached keys and values if the weights changed without a new `version`: they belong to the old ones."""
         weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()]
         if weights != self._weights:
             self._weights = weights
-            self._slots.forget()
+            self._slots.invalidate()
 
     def _step(self) -> list[Callable[[], None]]:
-        """One step, or a few: what finished in it."""
+        """Run one step, or a few; return the completions of the sequences that finished."""
         entering: list[tuple[_Sequence, int]] = []
         try:
             self._admit(entering)
             if not entering and self._can_replay():
                 return self._replay()
             return self._pass(entering)
-        except Exception as why:  # to those who wait for an answer; the thread goes on with the others
+        except Exception as why:  # raised to the callers of these sequences; the thread continues with the waiting ones
             return self._fail([*self._running, *(s for s, _ in entering)], why)
 
     def _fail(self, sequences: Sequence[_Sequence], why: BaseException) -> list[Callable[[], None]]:
-        """An error for these, who are all that run, and an empty cache for whoever comes next."""
+        """Raise `why` to the callers of all running sequences, and empty the cache for the next ones."""
         self._running, self._groups, self._decoder = [], None, None
         slots = len(self._slots.tokens)
         self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
         return [partial(s.future.set_exception, why) for s in sequences]
 
     def _admit(self, entering: list[tuple[_Sequence, int]]) -> None:
-        """Who enters now, with how many tokens of its prompt were copied from a slot that starts alike."""
+        """Add sequences to `entering`, each with the number of prompt tokens copied from a slot with that prefix."""
         slots, source, target, tokens = self._slots, [], [], 0
-        origin: dict[int, int] = {}  # where the copied rows of a slot lie before this pass
+        origin: dict[int, int] = {}  # the slot that holds the copied rows of a slot before this pass
         with self._lock:
             if not slots.free or self._paused:
                 return
             first = list(islice(self._waiting, len(slots.free)))
-            first.sort(key=lambda s: len(s.prompt))  # neighbours of like length can share a call
+            first.sort(key=lambda s: len(s.prompt))  # neighbours of similar length can share a call of the kernel
             places = slots.oldest(len(first))
             for sequence in first:
                 match = slots.match(sequence.prompt)
@@ -307,15 +310,15 @@ class LocalEngine:
                     rows, origin[sequence.slot] = np.arange(match.ready), origin.get(match.slot, match.slot)
                     source.append(rows + origin[sequence.slot] * self.max_length)
                     target.append(rows + sequence.slot * self.max_length)
-                    slots.used(match.slot)
-                slots.take(sequence.slot, sequence.prompt, match.ready)
+                    slots.mark_used(match.slot)
+                slots.assign(sequence.slot, sequence.prompt, match.ready)
                 del self._waiting[sequence]
                 entering.append((sequence, match.ready))
         if source:
             self._cache.copy(self._tensor(np.concatenate(source)), self._tensor(np.concatenate(target)))
 
     def _pass(self, entering: Sequence[tuple[_Sequence, int]]) -> list[Callable[[], None]]:
-        """One forward pass: a token of every running sequence, and what is new of the prompts that enter."""
+        """One forward pass: a token of every running sequence, and the new tokens of the prompts that enter."""
         running, now = self._running, len(self._running)
         slots, lengths = [s.slot for s in running], [s.length for s in running]
         spans = [Span(s.slot, i, 1, s.length - 1) for i, s in enumerate(running)]
@@ -357,7 +360,7 @@ class LocalEngine:
         return self._take(everyone, [tokens], [logprobs])
 
     def _draw(self, sequences: Sequence[_Sequence], logits: Tensor) -> tuple[list[int], list[float]]:
-        """The next token of each, from its own distribution and its own draw."""
+        """The next token of each sequence, from its own distribution and its own draw."""
         kinds = [s.request.sampling for s in sequences]
         uniform = np.array([s.uniforms.until(len(s.tokens) + 1)[len(s.tokens)] for s in sequences])
         cut: list[Tensor] = []
@@ -369,20 +372,20 @@ class LocalEngine:
         return token.tolist(), logprob.tolist()
 
     def _can_replay(self) -> bool:
-        """Whether a CUDA graph can make the next steps: known once a first pass has shown what layers there are."""
+        """Whether a CUDA graph can run the next steps. This is known after a first pass has used every layer."""
         if self._device.type != "cuda" or not self._cache.layers or self._cache.special or not self._captures:
             return False
         if self._decoder is None:
-            from memopd.engine.local.graphs import Decoder  # not where there is no GPU
+            from memopd.engine.local.graphs import Decoder  # imports Triton, which exists only with a GPU
 
             self._decoder = Decoder(self.model, self._cache)
         return True
 
     def _replay(self) -> list[Callable[[], None]]:
-        """A few steps of everyone who runs, without the host looking in between."""
+        """A few steps of all running sequences, before the host reads the tokens."""
         from memopd.engine.local.graphs import STEPS, NotCaptured, Row
 
-        most = STEPS // 2 if self._waiting else STEPS  # a place that gets free is wanted soon
+        most = STEPS // 2 if self._waiting else STEPS  # a waiting sequence can enter sooner
         steps = min(most, max(s.limit - len(s.tokens) for s in self._running))
         rows = []
         for s in self._running:
@@ -400,30 +403,30 @@ class LocalEngine:
     def _take(
         self, sequences: Sequence[_Sequence], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
     ) -> list[Callable[[], None]]:
-        """Give every sequence its sampled tokens, one list of them a step, and let go of those that end."""
+        """Give every sequence its sampled tokens, one list per step, and remove the sequences that end."""
         finished = []
         for i, sequence in enumerate(sequences):
             try:
                 stop = None
                 for token, logprob in zip(tokens, logprobs, strict=True):
-                    if stop is None:  # what comes after the end is thrown away
+                    if stop is None:  # tokens after the end are discarded
                         stop = self._take_token(sequence, token[i], logprob[i])
                 if stop is None:
                     continue
                 finished.append(self._done(sequence, stop))
-                self._slots.leave(sequence.slot, np.concatenate([sequence.prompt, sequence.tokens]))
-            except Exception as why:  # its listener failed, or its logits were not numbers: the others go on
+                self._slots.release(sequence.slot, np.concatenate([sequence.prompt, sequence.tokens]))
+            except Exception as why:  # its on_token failed, or its logits were not numbers: the others continue
                 finished.append(partial(sequence.future.set_exception, why))
-                self._cache.clear(sequence.slot)  # 0 times NaN would spread
-                self._slots.leave(sequence.slot, sequence.prompt[:1])
+                self._cache.clear(sequence.slot)  # a NaN would spread, even when it is multiplied by 0
+                self._slots.release(sequence.slot, sequence.prompt[:1])
             sequence.slot = -1
         if finished:
             self._running, self._groups = [s for s in self._running if s.slot >= 0], None
         return finished
 
     def _take_token(self, sequence: _Sequence, token: int, logprob: float) -> StopReason | None:
-        """One more token; why it is the last, if it is."""
-        if logprob != logprob:  # first, so that no NaN stays in the cache
+        """Add one token. Returns the reason to stop after it, or None."""
+        if logprob != logprob:  # NaN; checked first, so that none stays in the cache
             raise ValueError("the model's logits are not numbers: its weights are broken")
         if sequence.cancelled or self._closed:
             return StopReason.ABORTED
@@ -440,7 +443,7 @@ class LocalEngine:
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Ids that end a completion: the model's own and the tokenizer's."""
+    """The ids that end a completion: those of the model and of the tokenizer."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = [*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)]
     return frozenset(i for i in found if i is not None)

@@ -1,8 +1,9 @@
-"""Decoding on a GPU: a step captured once as a CUDA graph, several replayed before the host looks.
+"""Decoding on a GPU: one step is captured as a CUDA graph and replayed several times before the host reads the tokens.
 
-A step of a small model is hundreds of tiny kernels; launched one by one from Python they cost ten times what they
-compute. The captured step samples too and feeds its token to the next, so that nothing waits for the host. What a
-sequence samples past its end, within the steps between two looks, is thrown away; its draws do not depend on it.
+A step of a small model is hundreds of tiny kernels; launching them one by one from Python takes ten times as long as
+they compute. The captured step also samples a token and feeds it to the next step, so that no step waits for the host.
+The engine discards the tokens that a sequence samples past its end before the host reads them; the draws of other
+steps do not depend on these.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from memopd.engine.local.cache import Cache
 from memopd.engine.local.kernel import Tiles
 from memopd.engine.local.sampler import draw
 
-STEPS = 16  # between two looks of the host, at most
+STEPS = 16  # replayed before the host reads the tokens, at most
 ALL = 2**31  # more tokens than any vocabulary has
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a decoding batch: what its next step reads."""
+    """The inputs of one sequence's next step."""
 
     slot: int
     token: int
@@ -37,12 +38,15 @@ class Row:
 
 
 class NotCaptured(Exception):
-    """This model's step cannot be a graph: it makes the host wait, or chooses shapes from values."""
+    """The step of this model cannot be captured: it synchronises with the host, or its shapes depend on values."""
 
 
 class Decoder:
-    """Graphs of one step, by batch size rounded up to a power of two. They read the model's parameters where they
-    lie, so that training in place needs no new capture; parameters that moved do."""
+    """Graphs of one step, one per batch size rounded up to a power of two.
+
+    The graphs read the model's parameters in place, so that training in place needs no new capture. Parameters that
+    moved to another address do.
+    """
 
     def __init__(self, model: Any, cache: Cache) -> None:
         self.model, self.cache = model, cache
@@ -60,7 +64,7 @@ class Decoder:
         self.sampled = torch.zeros(2, STEPS, rows, dtype=torch.float64, device=device)  # tokens and log p
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.addresses: list[int] = []  # of the parameters that the graphs read
-        self.pool = torch.cuda.graph_pool_handle()  # one for all: what a step leaves behind lies in the buffers above
+        self.pool = torch.cuda.graph_pool_handle()  # graphs can share it, as all results are in the buffers above
 
     def decode(self, rows: Sequence[Row], steps: int) -> tuple[Any, Any]:
         """`steps` tokens and their log p for every row: two lists of lists, step by step."""
@@ -74,8 +78,8 @@ class Decoder:
         return tokens.long().tolist(), logprobs.tolist()
 
     def _load(self, rows: Sequence[Row], size: int, steps: int) -> None:
-        nobody = Row(self.cache.slots - 1, 0, 0, np.zeros(steps), 1.0, 0, 1.0)
-        padded = [*rows, *[nobody] * (size - len(rows))]
+        padding = Row(self.cache.slots - 1, 0, 0, np.zeros(steps), 1.0, 0, 1.0)  # in the slot that no sequence uses
+        padded = [*rows, *[padding] * (size - len(rows))]
         columns = [
             [r.token for r in padded],
             [r.position for r in padded],
@@ -85,7 +89,7 @@ class Decoder:
             [r.top_p for r in padded],
         ]
         uniforms = np.stack([r.uniforms[:steps] for r in padded], 1)
-        # One copy to the device: float64 holds every one of these integers exactly.
+        # A single copy to the device: float64 represents all of these integers exactly.
         whole = torch.as_tensor(np.concatenate([np.array(columns), uniforms])).to(self.ids.device)
         into = [self.ids[0], self.positions[0], self.start, self.temperature, self.top_k, self.top_p]
         for buffer, column in zip([*into, *self.uniforms[:steps]], whole, strict=True):
@@ -102,20 +106,20 @@ class Decoder:
     def _capture(self, size: int, cut: bool) -> torch.cuda.CUDAGraph:
         kept = [x.clone() for x in (self.ids, self.positions)]
         self.step.zero_()
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):  # kernels are compiled and libraries set up outside the graph
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):  # compiles kernels and initialises libraries outside the graph
             self._step(size, cut)
-        here.wait_stream(beside)
+        main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        try:  # other threads of the process, a trainer's say, may allocate meanwhile: hence the mode
+        try:  # thread_local, because other threads of the process, such as a trainer's, may allocate meanwhile
             capturing = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
-            with torch.cuda.stream(here), capturing:  # `here` again afterwards: a capture that fails stays on its own
+            with torch.cuda.stream(main), capturing:  # restores `main`: a failed capture would leave its own stream set
                 self._step(size, cut)
         except RuntimeError as why:
             raise NotCaptured(str(why).splitlines()[0]) from why
         for buffer, before in zip((self.ids, self.positions), kept, strict=True):
-            buffer.copy_(before)  # what the step outside the graph wrote into the cache, the first replay writes again
+            buffer.copy_(before)  # the first replay overwrites what the step outside the graph wrote to the cache
         return graph
 
     def _step(self, size: int, cut: bool) -> None:
@@ -131,5 +135,5 @@ class Decoder:
         self.sampled[0, :, :size].index_copy_(0, self.step, token.double()[None])
         self.sampled[1, :, :size].index_copy_(0, self.step, logprob[None])
         ids.copy_(token[None])
-        positions.add_(1).clamp_(max=self.cache.length - 1)  # past its end a sequence only overwrites itself
+        positions.add_(1).clamp_(max=self.cache.length - 1)  # past its end a sequence only overwrites its own slot
         self.step.add_(1)

@@ -1,9 +1,9 @@
-"""Attention on a GPU: queries of many sequences, each reading its own slot of the cache, in one launch.
+"""Attention on a GPU: the queries of many sequences, each reading its own slot of the cache, in one launch.
 
-A tile is a few neighbouring new tokens of one sequence; a program serves one tile and one key-value head, all query
-heads of that group at once, and walks the slot's keys up to its last token. Sequences of any lengths, with one new
-token or a whole prompt, go through the same kernel; nothing is padded, and lengths are read on the device, so that a
-captured graph serves any.
+A tile is a few neighbouring new tokens of one sequence. A program handles one tile and one key-value head, with all
+query heads of that group at once, and loops over the slot's keys up to the tile's last token. Sequences of any length,
+with one new token or a whole prompt, use the same kernel. It needs no padding, and it reads lengths on the device, so
+that a captured graph works for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 64  # queries a tile: tokens × heads of a group
+ROWS = 64  # queries per tile: tokens × heads of a group
 BLOCK = 16384  # bytes of keys read at once, so that wide heads in float32 still fit a small GPU's shared memory
 
 
@@ -28,7 +28,7 @@ class Tiles:
     count: Tensor  # [tiles] int32, its tokens; 0: nothing to do
     start: Tensor  # [tiles] int64, the first row of its slot in the cache
     position: Tensor  # [tiles] int64, of its first token
-    tokens: int  # a tile at most
+    tokens: int  # the most tokens in a tile
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         heads, d = query.shape[1:]
@@ -46,7 +46,7 @@ class Tiles:
 
 
 def tiles_of(spans: Sequence[Any], groups: int, length: int, device: torch.device) -> Tiles:
-    """Tiles of a pass, at most ROWS queries each."""
+    """The tiles of a pass, of at most ROWS queries each."""
     size = 1 if all(s.count == 1 for s in spans) else max(1, ROWS // groups)
     pieces = [
         (s.first + at, min(size, s.count - at), s.slot * length, s.position + at)
@@ -81,9 +81,9 @@ def _attend(  # type: ignore[no-untyped-def]
         n = at + tl.arange(0, N)
         k_at = (start + n)[:, None] * key_row + head * D + d[None, :]
         k = tl.load(key + k_at, mask=(n < length)[:, None] & (d < D)[None, :], other=0.0)
-        # "ieee": float32 products in float32, not in the tensor cores' 10-bit mode
+        # "ieee": multiply float32 in float32, not in the tensor cores' 10-bit mode.
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        # Key 0 is visible to every token, so that `most` is finite after the first block.
+        # Every token sees key 0, so that `most` is finite after the first block.
         scores = tl.where(n[None, :] <= (position + token)[:, None], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
         weights, fade = tl.exp(scores - higher[:, None]), tl.exp(most - higher)

@@ -1,8 +1,8 @@
-"""From logits to a token: the distribution sampled from, and the draw that decides.
+"""From logits to a token: the sampling distribution, and the random number that selects the token.
 
-Every request draws from its own counter-based generator: draw i of seed s is one number, whatever ran beside it. The
-token is where that number falls in the cumulative distribution, so that two runs whose logits differ by rounding
-choose differently only when the number lies within rounding of a boundary.
+Every request draws from its own counter-based generator: draw i of seed s is always the same number, whatever other
+requests run. The number selects a token by the cumulative distribution, so that two runs whose logits differ by
+rounding choose different tokens only if the number is within rounding of a boundary.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from memopd.types import Floats
 
-_BELOW_ONE = 1 - 2**-50  # so that no product with a total rounds up to it
-_COLDEST = 1e-30  # in float32 a lower temperature would be 0; the first choice has long been certain
+_BELOW_ONE = 1 - 2**-50  # so that no product with a total rounds up to that total
+_COLDEST = 1e-30  # in float32 a lower temperature would be 0; long before that, the likeliest token is certain
 
 
 class Uniforms:
@@ -43,9 +43,9 @@ def draw(
     top_k: Tensor | None = None,  # [B], the width of the vocabulary where off
     top_p: Tensor | None = None,  # [B] float64, 1 where off
 ) -> tuple[Tensor, Tensor]:
-    """(token, log p): drawn from the softmax of logits / temperature, cut to top_k and top_p where given.
+    """(token, log p), sampled from the softmax of logits / temperature, restricted to top_k and top_p if given.
 
-    Logits in float32, or float64 where the model has it; the cumulative distribution in float64.
+    Logits are in float32, or in float64 for a float64 model; the cumulative distribution is in float64.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = scaled - scaled.amax(-1, keepdim=True)
@@ -54,18 +54,18 @@ def draw(
         scaled = _cut(scaled, top_k, top_p)
     cumulative = scaled.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # The first token whose cumulative probability exceeds the draw: one of probability 0 never is.
+    # The first token whose cumulative probability exceeds the draw. A token of probability 0 is never the first.
     token = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
-    token = token.clamp(max=logits.shape[-1] - 1)  # NaN logits: their log p is NaN, which the caller sees
+    token = token.clamp(max=logits.shape[-1] - 1)  # for NaN logits: their log p is NaN, which the caller checks
     return token[:, 0], (scaled.gather(-1, token) - total.log())[:, 0]
 
 
 def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The k likeliest tokens, and of these the fewest that reach probability p; of equal ones the lower id."""
+    """The k likeliest tokens, and of these the fewest that reach probability p. Of equal tokens the lower id wins."""
     ordered, token = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
     p = ordered.double().softmax(-1)
-    reached = p.cumsum(-1) - p  # by the likelier ones
+    reached = p.cumsum(-1) - p  # the probability of all likelier tokens
     ordered = ordered.masked_fill((reached >= top_p[:, None]) & (top_p[:, None] < 1), -torch.inf)
     return torch.empty_like(scaled).scatter_(-1, token, ordered)

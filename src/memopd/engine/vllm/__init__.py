@@ -1,4 +1,4 @@
-"""Policies on vLLM servers."""
+"""Samples from policies on vLLM servers."""
 
 from memopd.engine.vllm.engine import VllmEngine, rounding_tolerance
 

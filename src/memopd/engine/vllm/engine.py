@@ -1,11 +1,11 @@
 """An engine whose model runs in one or several vLLM servers.
 
     engine = VllmEngine(["http://127.0.0.1:8001"], tokenizer, weights=checkpoint, version=7)
-    engine.verify(score, prompts, tolerance=1e-4)   # every update is verified before anything is sampled with it
+    engine.verify(score, prompts, tolerance=1e-4)   # required after every update, before you can sample
     completions = engine.generate(requests)
     engine.update(model.state_dict(), version=8)
 
-One thread runs an event loop that talks to the servers; every public method may be called from any thread.
+One thread runs an event loop that talks to the servers. You may call every public method from any thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from memopd.engine.protocol import Completion, Request, Ticket
-from memopd.engine.vllm import weights as weighing
-from memopd.engine.vllm.probe import first, probe
+from memopd.engine.vllm import weights as weight_updates
+from memopd.engine.vllm.probe import probe, probe_at_start
 from memopd.engine.vllm.servers import Fleet, Lost, Server
 from memopd.engine.vllm.weights import Score, StaleWeights, Weights, rounding_tolerance
 from memopd.engine.vllm.wire import BadAnswer, Received, body, check_end
@@ -34,16 +34,16 @@ __all__ = ["Score", "StaleWeights", "VllmEngine", "Weights", "rounding_tolerance
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_TRIES = 5  # of one request; each failure costs its server a probe, so this is no busy loop
+_TRIES = 5  # per request; the server is probed after each failure, so this is no busy loop
 
 
 class VllmEngine:
-    """`weights`: the checkpoint that the servers must hold, of `version`; None: what they hold now, by their labels.
+    """`weights`: the checkpoint that the servers must hold, of `version`; None: the weights that they hold now.
 
-    `folder`: where weights that come as tensors are written; the servers must see it under the same path. With a
-    folder and no weights nothing is sampled before an update, so the servers may hold anything.
-    `timeout`: seconds of silence after which a server counts as hung. `patience`: seconds to wait for the last server
-    that is down.
+    `folder`: where the engine writes weights that you pass as tensors; the servers must see it under the same path.
+    With a folder and no weights, the engine samples nothing before an update, so the servers may hold any weights.
+    `timeout`: seconds without an answer after which a server counts as hung. `patience`: seconds to wait for a server
+    while all are down.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class VllmEngine:
         self.tokenizer = tokenizer
         self.version = version
         self._folder = folder and folder.expanduser().resolve()
-        self._holds: Path | Callable[[str], None] | None = None  # what every server must hold; None: what it does
+        self._holds: Path | Callable[[str], None] | None = None  # the weights of every server; None: as they are
         self._verified = True
-        self._key: tuple[list[Request], list[Completion]] = ([], [])  # answers that the trainer agreed with
+        self._key: tuple[list[Request], list[Completion]] = ([], [])  # answers that the trainer has verified
         self._tolerance = 0.0
         self._tasks: set[asyncio.Task[Completion]] = set()
         self._closed, self._gate = False, threading.Lock()  # so that no request starts in a loop that has ended
@@ -82,7 +82,7 @@ class VllmEngine:
             raise
 
     def close(self) -> None:
-        """Requests under way end as aborted."""
+        """End open requests as aborted, and disconnect."""
         with self._gate:
             if self._closed:
                 return
@@ -104,12 +104,12 @@ class VllmEngine:
             raise
 
     def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
-        return self._submit(request, on_token, stream=True)  # a stream, so that a cancelled one has its tokens so far
+        return self._submit(request, on_token, stream=True)  # a stream, so that a cancelled request keeps its tokens
 
     def _submit(self, request: Request, on_token: Callable[[int], None] | None, stream: bool) -> Ticket:
         if not self._verified:
             raise ValueError(f"weights of version {self.version} are not verified: call update, then verify")
-        check_end(request, self.tokenizer)  # here, so that a bad request raises where it is made
+        check_end(request, self.tokenizer)  # here, so that a bad request raises in the caller's thread
         payload = body(request, stream)
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # from here on only `cancel` ends it
@@ -132,7 +132,7 @@ class VllmEngine:
             task.add_done_callback(finished)
 
         def cancel() -> None:
-            with suppress(RuntimeError):  # the loop is closed: it was aborted
+            with suppress(RuntimeError):  # the loop is closed, so the request was aborted already
                 self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
 
         with self._gate:
@@ -143,7 +143,7 @@ class VllmEngine:
     async def _complete(
         self, payload: dict[str, Any], delivered: Received, on_token: Callable[[int], None] | None = None
     ) -> Completion:
-        """One request, at as many servers as it takes. `delivered` is what `on_token` got, over all of them."""
+        """One request, sent to another server after each failure. `delivered` is what `on_token` got so far."""
         trouble: Exception | None = None
         for _ in range(_TRIES):
             server = await self._fleet.acquire()
@@ -176,10 +176,10 @@ class VllmEngine:
     def _completion(self, server: Server, received: Received) -> Completion:
         assert received.stop is not None
         if self._holds is not None:
-            if received.label != (wanted := weighing.label_of(self._holds, self.version)):
+            if received.label != (wanted := weight_updates.label_of(self._holds, self.version)):
                 raise Lost(f"it sampled with weights {received.label!r} instead of {wanted!r}: was it restarted?")
         elif received.label is not None:
-            self.version = weighing.version_of(received.label)  # whoever updates these servers, we follow
+            self.version = weight_updates.version_of(received.label)  # somebody else updates these servers
         tokens, logprobs = received.arrays()
         return Completion(tokens, logprobs, received.stop, self.version)
 
@@ -190,22 +190,22 @@ class VllmEngine:
     # Weights
 
     def update(self, weights: Weights, version: int) -> None:
-        """New weights for every server: a checkpoint folder that the servers see under the same path, tensors named as
-        in one, or a function that sends them to the server whose address it is given (vLLM's weight transfer).
+        """Give new weights to every server: a checkpoint folder that the servers see under the same path, tensors with
+        the names of a checkpoint, or a function that sends weights to the server at a URL (vLLM's weight transfer).
 
-        Requests under way end first, with the weights they began with. Those that wait do so until `verify` is done.
+        Open requests finish first, with the weights they began with. Waiting ones start after `verify`.
         """
         self._check_open()
         if isinstance(weights, Mapping):
             if self._folder is None:
                 raise ValueError("give VllmEngine a folder that the servers can read, to write updated weights to")
-            written = weighing.write(weights, self._folder, version)
+            written = weight_updates.write(weights, self._folder, version)
             self._run(self._update(written, version))
-            weighing.remove_older(written)
+            weight_updates.remove_older(written)
         elif callable(weights):
             self._run(self._update(weights, version))
         else:
-            self._run(self._update(weighing.checkpoint(weights), version))
+            self._run(self._update(weight_updates.checkpoint(weights), version))
 
     def verify(
         self,
@@ -215,10 +215,11 @@ class VllmEngine:
         tolerance: float,
         sampling: Sampling = Sampling(max_tokens=16),  # noqa: B008 (frozen)
     ) -> dict[str, float]:
-        """Every server samples from the prompts, the trainer scores what came out. The largest difference per server.
+        """Every server samples from the prompts, and the trainer scores the results. Returns the largest difference
+        per server.
 
         `score(pairs, temperature)` gives the trainer's log-probabilities of the completions of (prompt, completion)
-        pairs. `StaleWeights` names the first server that is off by more than `tolerance` (see `rounding_tolerance`).
+        pairs. `StaleWeights` names the first server whose difference exceeds `tolerance` (see `rounding_tolerance`).
         """
         self._check_open()
         requests = [Request(np.asarray(p), seed=i, sampling=sampling) for i, p in enumerate(prompts)]
@@ -231,9 +232,9 @@ class VllmEngine:
                 raise stale
             log.info("%s: version %d, log-probabilities within %.2g of the trainer's", url, self.version, gap)
         self._key = (requests, next(iter(answers.values())))
-        self._tolerance = 2 * tolerance  # two servers may each be that far from the trainer
+        self._tolerance = 2 * tolerance  # between two servers, which may each differ from the trainer by `tolerance`
         self._verified = True
-        self._loop.call_soon_threadsafe(self._fleet.open)
+        self._loop.call_soon_threadsafe(self._fleet.resume)
         return gaps
 
     def _gaps(
@@ -246,25 +247,25 @@ class VllmEngine:
         if len(ours) != len(pairs):
             raise ValueError(f"score: {len(ours)} results for {len(pairs)} pairs")
         n = len(requests)
-        return {url: weighing.gap(ours[i * n : (i + 1) * n], c) for i, (url, c) in enumerate(answers.items())}
+        return {url: weight_updates.gap(ours[i * n : (i + 1) * n], c) for i, (url, c) in enumerate(answers.items())}
 
     async def _update(self, weights: Path | Callable[[str], None], version: int) -> None:
         self._verified = False
-        await self._fleet.shut()
+        await self._fleet.pause()
         self._holds, self.version, self._key = weights, version, ([], [])
-        up = [s for s in self._fleet.servers if s.down_since is None]  # the others get them when they return
-        label = weighing.label_of(weights, version)
-        loads = [weighing.bring(self._fleet, server, weights, label) for server in up]
+        up = [s for s in self._fleet.servers if s.down_since is None]  # the others get the weights when they are back
+        label = weight_updates.label_of(weights, version)
+        loads = [weight_updates.load(self._fleet, server, weights, label) for server in up]
         if isinstance(weights, Path):
             results = await asyncio.gather(*loads, return_exceptions=True)
-        else:  # one sender
+        else:  # one after the other, because the function is the only sender
             results = [r for load in loads for r in await asyncio.gather(load, return_exceptions=True)]
         self._sort_out(up, results)
 
     async def _ask_all(self, requests: Sequence[Request]) -> dict[str, list[Completion]]:
-        """Every server that is up, asked the same. One that goes down meanwhile is left out, unless none is left."""
+        """The answers of every server that is up. Servers that go down meanwhile are left out, unless all do."""
         while True:
-            one = await self._fleet.acquire(though_shut=True)  # waits for a server, or fails
+            one = await self._fleet.acquire(even_if_paused=True)  # waits for a server, or fails
             self._fleet.release(one)
             up = [s for s in self._fleet.servers if s.down_since is None]
             results = await asyncio.gather(*(self._answers(s, requests) for s in up), return_exceptions=True)
@@ -272,7 +273,7 @@ class VllmEngine:
                 return answers
 
     def _sort_out(self, servers: Sequence[Server], results: Sequence[_T | BaseException]) -> dict[str, _T]:
-        """Results by address; servers that failed are down; anything else that went wrong is raised."""
+        """Results by URL. Marks servers that were lost as down, and raises any other error."""
         good: dict[str, _T] = {}
         errors: list[BaseException] = []
         for server, result in zip(servers, results, strict=True):
@@ -290,13 +291,13 @@ class VllmEngine:
         asked = (self._ask(server, body(r, stream=False), Received(), None) for r in requests)
         return [self._completion(server, received) for received in await asyncio.gather(*asked)]
 
-    # Coming and going
+    # Connecting and reconnecting
 
     async def _connect(self, urls: Sequence[str], timeout: float, patience: float) -> Fleet:
         fleet = Fleet(urls, timeout, patience, self._admit)
         try:
             for server in fleet.servers:
-                await first(fleet, server, self.tokenizer)
+                await probe_at_start(fleet, server, self.tokenizer)
         except BaseException:
             await fleet.close()
             raise
@@ -310,19 +311,21 @@ class VllmEngine:
             await self._fleet.close()
 
     async def _admit(self, server: Server) -> None:
-        """A server that was down: the right server with the right flags, weights and answers?"""
+        """Check a server that was down: its model, flags, weights and answers."""
         try:
             await probe(self._fleet, server, self.tokenizer)
-            if self._holds is not None and server.label != (wanted := weighing.label_of(self._holds, self.version)):
+            if self._holds is not None and server.label != (
+                wanted := weight_updates.label_of(self._holds, self.version)
+            ):
                 if not isinstance(self._holds, Path):
                     raise Lost(f"it came back with weights {server.label!r}, and {wanted!r} cannot be sent again")
-                await weighing.bring(self._fleet, server, self._holds, wanted)
-        except ValueError as error:  # a person restarted it wrongly, and may do better: the others go on
+                await weight_updates.load(self._fleet, server, self._holds, wanted)
+        except ValueError as error:  # somebody restarted it wrongly, and may correct that: the others continue
             raise Lost(str(error)) from error
         requests, key = self._key
         if key:
-            gap = weighing.replay_gap(key, await self._answers(server, requests))
-            if not gap <= self._tolerance and key is self._key[1]:  # no update in between
+            gap = weight_updates.replay_gap(key, await self._answers(server, requests))
+            if not gap <= self._tolerance and key is self._key[1]:  # unless an update came in between
                 raise StaleWeights(server.url, self.version, gap, self._tolerance)
 
     def _common_version(self) -> int:
@@ -330,7 +333,7 @@ class VllmEngine:
         if len(set(labels.values())) > 1:
             listed = ", ".join(f"{url}: {label!r}" for url, label in labels.items())
             raise ValueError(f"the servers hold different weights ({listed}): give the weights that they should hold")
-        return weighing.version_of(next(iter(labels.values())))
+        return weight_updates.version_of(next(iter(labels.values())))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -341,11 +344,11 @@ class VllmEngine:
 
 
 class _Diverged(Exception):
-    """Sampled again elsewhere, a completion went another way than the tokens that were delivered."""
+    """A completion that was sampled again on another server differs from the tokens that were already delivered."""
 
 
 def _deliver(received: Received, new: list[int], delivered: Received, on_token: Callable[[int], None] | None) -> None:
-    """Passes on the tokens that were not delivered yet."""
+    """Passes on the tokens that were not yet delivered."""
     for i, token in enumerate(new, len(received.tokens) - len(new)):
         if i < len(delivered.tokens):
             if token != delivered.tokens[i]:

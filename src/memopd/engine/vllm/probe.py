@@ -1,4 +1,4 @@
-"""Is this a server that we can record from? Asked before it gets its first request, and after every return."""
+"""Checks whether we can record from a server, before its first request and whenever it is back after a failure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 _TEXT = "Tokens in, tokens out: <search>12 rivers; São Tomé?</search>\n"
 _TOKENS = 8
-_SECONDS = 60  # one small answer of a healthy server, however busy
+_SECONDS = 60  # in which any healthy server gives one small answer, however busy it is
 
 
 async def probe(fleet: Fleet, server: Server, tokenizer: Any) -> None:
-    """Sets `server.label`. `ValueError` names the server and what to change, `Lost` says that it does not answer."""
+    """Sets `server.label`. A `ValueError` names the server and what to change; `Lost` means that it does not answer."""
     await fleet.call(server, "GET", "/health", timeout=10)
     version = await _version(fleet, server)
     if not await fleet.has(server, GENERATE):
@@ -37,7 +37,7 @@ async def _version(fleet: Fleet, server: Server) -> str:
 
 
 async def _check_tokenizer(fleet: Fleet, server: Server, tokenizer: Any) -> None:
-    """The server reads stop strings with a tokenizer of its own. Another one means another model."""
+    """The server finds stop strings with its own tokenizer. If that differs from ours, it serves another model."""
     if not await fleet.has(server, "/tokenize"):
         return
     question = {"prompt": _TEXT, "add_special_tokens": False}
@@ -48,10 +48,10 @@ async def _check_tokenizer(fleet: Fleet, server: Server, tokenizer: Any) -> None
 
 
 async def _check_logprobs(fleet: Fleet, server: Server, tokenizer: Any) -> None:
-    """Log-probabilities must be those of the distribution sampled from, after temperature and top-k.
+    """Log-probabilities must be those of the sampling distribution, after temperature and top-k.
 
     With top-k 1 that distribution is one token, so they are 0. Log-probabilities from before the cut, and logits, are
-    not. (Most of them: a tie in half precision leaves two tokens.)
+    not. (The check asks this of most tokens, because a tie in half precision leaves two.)
     """
     prompt = tokenizer.encode(_TEXT, add_special_tokens=False)
     payload = body(Request(prompt, seed=0, sampling=Sampling(top_k=1, max_tokens=_TOKENS)), stream=False)
@@ -65,14 +65,14 @@ async def _check_logprobs(fleet: Fleet, server: Server, tokenizer: Any) -> None:
 
 
 async def _label(fleet: Fleet, server: Server) -> str | None:
-    """Which weights it holds. Only servers in development mode tell, and only those can be updated."""
+    """The label of its weights. Only servers in development mode report it, and only those can be updated."""
     if not await fleet.has(server, "/weight_info"):
         return None
     return str((await fleet.call(server, "GET", "/weight_info", timeout=_SECONDS))["weight_version"])
 
 
-async def first(fleet: Fleet, server: Server, tokenizer: Any) -> None:
-    """The probe at the start, when no answer means a wrong address rather than a server to wait for."""
+async def probe_at_start(fleet: Fleet, server: Server, tokenizer: Any) -> None:
+    """The first probe, where a missing answer means a wrong address rather than a server to wait for."""
     try:
         await probe(fleet, server, tokenizer)
     except Lost as error:

@@ -1,4 +1,4 @@
-"""The servers behind an engine: the least busy one that is up gets the next request; one that fails must prove itself.
+"""The servers of an engine. The least busy server that is up gets the next request; one that failed is checked first.
 
 Everything here runs in the engine's event loop, so nothing needs a lock.
 """
@@ -22,25 +22,25 @@ from memopd.engine.vllm.wire import GENERATE, BadAnswer, Refused, choice_of, fai
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 256  # requests outstanding at one server; more would only wait in its queue, and hold a socket each
-_LONGEST_PAUSE = 5.0  # seconds between two looks at a server that is down
+AT_ONCE = 256  # open requests per server; more would only wait in its queue, with a socket each
+_LONGEST_PAUSE = 5.0  # seconds between two checks of a server that is down
 
 
 class Lost(Exception):
-    """A server died, hung or failed: what it was doing must be done again, here or elsewhere."""
+    """A server died, hung or failed: its request must be sent again, to it or to another server."""
 
 
 @dataclass(eq=False, slots=True)
 class Server:
     url: str
     outstanding: int = 0
-    label: str | None = None  # of the weights it holds; None: it does not tell
+    label: str | None = None  # of its weights; None: it does not report one
     down_since: float | None = None  # None: up
     trouble: str = ""  # why it is down
 
 
 class Fleet:
-    """`admit` is called before a server that was down gets requests again. It raises for as long as it must not."""
+    """Calls `admit` before a server that was down gets requests again; `admit` raises while it must not get any."""
 
     def __init__(
         self, urls: Sequence[str], timeout: float, patience: float, admit: Callable[[Server], Awaitable[None]]
@@ -49,14 +49,14 @@ class Fleet:
         self.patience = patience
         self.failure: Exception | None = None
         self._admit = admit
-        self._open = True
+        self._running = True
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._revivals: set[asyncio.Task[None]] = set()
         key = os.environ.get("VLLM_API_KEY")
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout, connect=10, pool=None),
-            # Connections are dropped before the server drops them (after 5 s), which would look like its death.
+            # We drop idle connections before the server does (after 5 s), which would look like a dead server.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE, keepalive_expiry=2),
         )
 
@@ -67,14 +67,14 @@ class Fleet:
 
     # Which server
 
-    async def acquire(self, though_shut: bool = False) -> Server:
-        """The least busy server that is up. Waits for one; an error when all have been down for too long."""
+    async def acquire(self, even_if_paused: bool = False) -> Server:
+        """The least busy server that is up. Waits for one; raises an error if all have been down for too long."""
         while True:
-            if self.failure and not though_shut:
+            if self.failure and not even_if_paused:
                 raise self.failure
             up = [s for s in self.servers if s.down_since is None]
             free = [s for s in up if s.outstanding < AT_ONCE]
-            if free and (self._open or though_shut):
+            if free and (self._running or even_if_paused):
                 server = min(free, key=lambda s: s.outstanding)
                 server.outstanding += 1
                 return server
@@ -86,30 +86,30 @@ class Fleet:
                 await waiter
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():
-                    self._wake(1)  # this turn is not taken: the next in line has it
+                    self._wake(1)  # this waiter does not use its turn, so the next one gets it
                 raise
 
     def release(self, server: Server) -> None:
         server.outstanding -= 1
         self._wake(1)
 
-    async def shut(self) -> None:
-        """No request starts until `open`. Returns when those under way have ended."""
-        self._open, self.failure = False, None
+    async def pause(self) -> None:
+        """No request starts until `resume`. Returns when the open ones have ended."""
+        self._running, self.failure = False, None
         while any(s.outstanding for s in self.servers):
             await asyncio.sleep(0.01)
 
-    def open(self) -> None:
-        self._open, self.failure = True, None
+    def resume(self) -> None:
+        self._running, self.failure = True, None
         self._wake(len(self._waiting))
 
     def fail(self, error: Exception) -> None:
-        """Ends every request that waits or will come."""
+        """Raise `error` for every waiting and later request."""
         self.failure = error
         self._wake(len(self._waiting))
 
     def lost(self, server: Server, why: object) -> None:
-        """Down until it is admitted again."""
+        """Mark a server as down until it is admitted again."""
         server.trouble = str(why)
         if server.down_since is None:
             server.down_since = time.monotonic()
@@ -127,12 +127,12 @@ class Fleet:
                 await self._admit(server)
             except Lost as error:
                 server.trouble = str(error)
-            except Exception as error:  # stale weights, or a fault of ours: only an update may help
+            except Exception as error:  # stale weights, or a bug of ours: only an update may help
                 self.fail(error)
             else:
                 log.warning("%s: up again after %.1f s", server.url, time.monotonic() - server.down_since)
                 server.down_since = None
-            self._wake(len(self._waiting))  # to take it, or to see that time is up
+            self._wake(len(self._waiting))  # to use the server, or to notice that the time is over
 
     def _give_up_if_overdue(self) -> None:
         now = time.monotonic()
@@ -147,24 +147,24 @@ class Fleet:
                 waiter.set_result(None)
                 count -= 1
 
-    # What is asked of it
+    # Requests to a server
 
     async def call(self, server: Server, method: str, path: str, **rest: Any) -> Any:
-        """One route's JSON (None where it answers with nothing). `Lost` when trying again may help."""
+        """The JSON that a route returns (None for an empty body). Raises `Lost` if another try may help."""
         with _named(server, path):
             response = await self._client.request(method, server.url + path, **rest)
             _raise_for(response)
             return response.json() if response.content else None
 
     async def has(self, server: Server, path: str) -> bool:
-        """Whether a POST route exists: a GET of one that does is answered 405, not 404."""
+        """Whether a POST route exists: the server answers a GET of an existing one with 405, not 404."""
         try:
             return (await self._client.get(server.url + path, timeout=10)).status_code != 404
         except httpx.TransportError as error:
             raise Lost(f"{path}: {_reason(error)}") from error
 
     async def choices(self, server: Server, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The choices of a streamed completion, or the one of a completion that comes in one piece."""
+        """The choices of a streamed completion, or the single choice of one that is not streamed."""
         with _named(server, GENERATE):
             if not payload["stream"]:
                 answer = await self.call(server, "POST", GENERATE, json=payload)
@@ -182,7 +182,7 @@ class Fleet:
 
 @contextmanager
 def _named(server: Server, path: str) -> Iterator[None]:
-    """What goes wrong inside, as `Lost` where trying again may help, else as `ValueError`; either says where."""
+    """Raises errors of the block as `Lost` if another try may help, else as `ValueError`; both name the route."""
     try:
         yield
     except (httpx.TransportError, json.JSONDecodeError, BadAnswer) as error:
@@ -212,7 +212,7 @@ def _clean(urls: Sequence[str]) -> list[str]:
         raise ValueError("no policy server given; one looks like http://127.0.0.1:8001")
     for url in cleaned:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is no server's address; one looks like http://127.0.0.1:8001")
+            raise ValueError(f"{url!r} is not the address of a server; one looks like http://127.0.0.1:8001")
         if cleaned.count(url) > 1:
             raise ValueError(f"{url} is given twice")
     return cleaned

