@@ -304,7 +304,7 @@ def test_stale_keys_would_be_found(monkeypatch):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.05)
-    monkeypatch.setattr(Slots, "forget", lambda self: None)
+    monkeypatch.setattr(Slots, "invalidate", lambda self: None)
     recorded, _, tolerance = gaps(model, calls_of(calls, one.generate(calls)))
     assert recorded > 10 * tolerance
 
