@@ -110,7 +110,7 @@ def test_auto_chooses_by_model_device_precision_and_rows(config, device, dtype, 
     ("packed", "kernel"),
     [
         (thin_trie(4096, 8), "cascade"),
-        (thin_trie(4096, 64), "dense"),
+        (thin_trie(4096, 64), "flex"),
         (thin_trie(16384, 64), "flex"),
         (trie_of(16384, 4, 64), "cascade"),
         (trie_of(65536, 2, 64), "cascade"),

@@ -52,9 +52,6 @@ def _kernel(attention: str, setting: str = _SETTING) -> Any:
     return resolve(setting, attention, {"auto": None, **KERNELS}, ("attend",))
 
 
-# Thin tries, with many short calls under a long prefix, are the only shape for which cascade is not the fastest kernel
-# on a GPU.
-DENSE_UP_TO = 4096  # rows; up to here a dense mask is faster than flex on thin tries
 CPU_CASCADE_FROM = 512  # rows; with fewer, one dense mask is faster on a CPU (`python -m benchmarks attention`)
 
 
@@ -87,8 +84,6 @@ def choose_attention(config: Any, device: str, dtype: torch.dtype, packed: Packe
         return "flex", f"a head dimension of {head_dim}"
     if paths_cost(nodes_of(packed.exit)) <= flex_cost(packed):
         return "cascade", "FlashAttention on trie paths"
-    if rows <= DENSE_UP_TO:
-        return "dense", f"many short calls under a long prefix, up to {DENSE_UP_TO} rows"
     return "flex", "many short calls under a long prefix"
 
 
