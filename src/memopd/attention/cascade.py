@@ -10,8 +10,8 @@ nodes above. Two layouts compute this; both are lists of passes over segments (`
             against that node's rows. Nothing is copied; outputs are merged by their log-sum-exp in float32.
 
 Paths are faster nearly everywhere. If very many short nodes are below a long prefix, copies and half-empty tiles cost
-more than merging, and levels are faster: see `choose_layout`. On a GPU, flex or a dense mask is faster still on such
-tries, and `auto` uses one of these (`plan.choose_attention`); on a CPU nothing is faster than levels there.
+more than merging, and levels are faster: see `choose_layout`. On a GPU, flex is faster still on large
+tries of this kind, and `auto` uses it (`plan.choose_attention`); on a CPU nothing is faster than levels there.
 """
 
 from __future__ import annotations
