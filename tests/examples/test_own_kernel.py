@@ -1,5 +1,6 @@
 """A kernel of your own through the command line: it audits, it trains, and a wrong one is found."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from calls import mem1_calls
 from safetensors.torch import load_file
 
+from memopd.attention import check_attention
 from memopd.cli import main
 from memopd.record import write_episodes
 from memopd.types import Episode
@@ -123,3 +125,11 @@ def test_it_trains(folder, monkeypatch):
         monkeypatch=monkeypatch,
     )
     assert code == 2  # the first batch is always checked
+
+
+def test_flash_attention_3_that_is_not_installed_is_one_line(monkeypatch):
+    if importlib.util.find_spec("flash_attn_interface"):
+        pytest.skip("FlashAttention 3 is installed")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    with pytest.raises(ValueError, match=r"^model.attention: 'fa3:Cascade': No module named 'flash_attn_interface'"):
+        check_attention("fa3:Cascade")
