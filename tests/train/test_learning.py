@@ -28,7 +28,7 @@ from memopd.train.log import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "world.toml"
-RESULT = ROOT / "docs" / "results" / "learning.json"
+RESULT = ROOT / "paper" / "results" / "learning.json"
 SEEDS, UPDATES, EACH = (0, 1, 2), 20, 5
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -54,6 +54,9 @@ class Difficulty:
             )
 
 
+DEFAULT = Difficulty()
+
+
 @dataclass(frozen=True, slots=True)
 class WorldPassage:
     r"""
@@ -79,7 +82,7 @@ class World:
     difficulty: Difficulty
 
 
-def make_world(passages: int, seed: int, difficulty: Difficulty = Difficulty()) -> World:  # noqa: B008  # frozen
+def make_world(passages: int, seed: int, difficulty: Difficulty = DEFAULT) -> World:
     """Make a world. The same arguments give the same world on every machine."""
     if not SMALLEST <= passages <= LARGEST:
         raise ValueError(f"a world has from {SMALLEST:,} to {LARGEST:,} passages, got {passages!r}")
