@@ -10,7 +10,7 @@ import pytest
 from real_vllm import prompts_of, scorer
 
 from memopd.engine import Request
-from memopd.engine.vllm import weights as weighing
+from memopd.engine.vllm import weights as weight_updates
 from memopd.engine.vllm.engine import StaleWeights, VllmEngine, rounding_tolerance
 from memopd.types import Sampling, StopReason
 
@@ -207,9 +207,9 @@ def test_an_update_is_in_the_next_batch(engine, first, second):
     after = engine.generate(requests)
     assert {c.policy_version for c in after} == {2}
     pairs = pairs_of(requests, after)
-    moved = weighing.gap(scorer(model)(pairs, 1.0), after)
+    moved = weight_updates.gap(scorer(model)(pairs, 1.0), after)
     print(f"\nupdate in {seconds:.2f} s: gap {gap:.1e}, tolerance {tolerance:.1e}; old weights are {moved:.2g} away")
-    assert weighing.gap(scorer(updated)(pairs, 1.0), after) <= tolerance < 1e-3 < moved
+    assert weight_updates.gap(scorer(updated)(pairs, 1.0), after) <= tolerance < 1e-3 < moved
 
 
 def test_tensors_are_written_where_the_server_reads_them(server, first, second, tmp_path):
@@ -259,7 +259,7 @@ def test_a_prefix_cache_that_is_kept_is_noticed(engine, first, second, monkeypat
         pass
 
     with monkeypatch.context() as patch:
-        patch.setattr(weighing, "_forget", keep)
+        patch.setattr(weight_updates, "_reset_prefix_cache", keep)
         engine.update(second[0], version=2)
     with pytest.raises(StaleWeights):
         engine.verify(scorer(second[1]), prompts, tolerance=1e-3)
@@ -275,7 +275,7 @@ def test_an_update_waits_for_what_is_under_way(engine, first, second):
     assert all(t.completion.done() for t in tickets)
     completions = [t.completion.result() for t in tickets]
     assert {c.policy_version for c in completions} == {1}
-    assert weighing.gap(scorer(first[1])(pairs_of(requests, completions), 1.0), completions) < 1e-3
+    assert weight_updates.gap(scorer(first[1])(pairs_of(requests, completions), 1.0), completions) < 1e-3
 
 
 def test_weights_changed_behind_our_back_are_put_right(engine, server, first, second):
@@ -286,7 +286,7 @@ def test_weights_changed_behind_our_back_are_put_right(engine, server, first, se
     httpx.post(f"{server.url}/update_weight_version", json={"new_version": "default"})
     requests = requests_of(first[2], 8, seed=8)
     completions = engine.generate(requests)
-    assert weighing.gap(scorer(first[1])(pairs_of(requests, completions), 1.0), completions) < 1e-3
+    assert weight_updates.gap(scorer(first[1])(pairs_of(requests, completions), 1.0), completions) < 1e-3
     assert {c.policy_version for c in completions} == {1}
 
 
