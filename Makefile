@@ -19,9 +19,11 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	@sh examples/quickstart.sh
 
-# One worker per core, each with whole files; then, one by one, the tests that need the whole GPU (skipped without one).
+# A worker more than there are cores, at most four, because tests wait for servers and commands; each takes whole files.
+# Then, one by one, the tests that need the whole GPU (skipped without one).
+WORKERS = $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore tests/gpu
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/gpu
 	$(BIN)/python -m pytest tests/gpu
 
 # About an hour. Commit the dated results that it writes.
