@@ -295,8 +295,6 @@ def _line(error: ValidationError, source: str, sources: dict[tuple[str, str], st
     """Describe the first of pydantic's errors in one line."""
     first = error.errors(include_url=False)[0]
     where = first["loc"]
-    if not where:  # two settings that contradict each other
-        return f"{source}: {schema.message(first)}"
     section, key = str(where[0]), str(where[1])
     name = sources.get((section, key), f"{source}: {section}.{key}")
     if first["type"] in schema.UNKNOWN:

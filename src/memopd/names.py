@@ -65,6 +65,21 @@ def parameters(part: Callable[..., Any]) -> dict[str, bool]:
     return {p.name: p.default is not p.empty for p in named}
 
 
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether `function` can be called with `count` positional arguments.
+
+    >>> takes(len, 1), takes(lambda task, responses: 0.0, 1)
+    (True, False)
+    """
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C that does not say what it takes
+        return True
+    return True
+
+
 def _imported(setting: str, name: str, module: str, attribute: str) -> Any:
     here = os.getcwd()
     sys.path.append(here)

@@ -1,59 +1,33 @@
 """An algorithm of a user's own, named on the command line: trained for two updates, or refused in one line."""
 
-import os
-import subprocess
-import sys
-from functools import cache, partial
 from pathlib import Path
 
+import own_parts
 import pytest
 import torch
-from train.command import Ended, memopd
-from train.saved import read_whole
-from train.tiny import workshop
+from own_parts import weights
+from train.command import Ended
 
 from memopd.train.log import read_metrics
 
-ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = ROOT / "examples"
-OWN = "own_algorithm:Reinforce"
+SETTING, OWN = "--optimise.algorithm", "own_algorithm:Reinforce"
 
 
 def train(output: Path, name: str, *more: object) -> Ended:
-    """From the folder of the examples, where `module:name` is looked for too."""
-    settings = ("--optimise.algorithm", name, "--optimise.steps", "2", *more)
-    command = ("train", workshop() / "config.toml", "--output", output, *settings)
-    return memopd(*command, before=partial(os.chdir, EXAMPLES))
+    return own_parts.train(output, SETTING, name, *more)
 
 
-@cache
-def trained(name: str) -> Path:
-    output = workshop() / "runs" / f"own-algorithm-{name.replace(':', '-')}"
-    ended = train(output, name)
-    assert ended.code == 0, ended.err
-    return output
+def trained(name: str, *more: object) -> Path:
+    return own_parts.trained(SETTING, name, *more)
 
 
 def moved(run: Path) -> dict[str, torch.Tensor]:
-    first, last = (read_whole(run / "checkpoints" / f"step-00000{n}", "student") for n in (1, 2))
+    first, last = (weights(run, n) for n in (1, 2))
     return {name: last[name] - first[name] for name in last}
 
 
 def test_the_command_of_the_docstring_trains(tmp_path):
-    """As a user types it, in a process of its own with the folder in PYTHONPATH."""
-    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    command = ["train", workshop() / "config.toml", "--output", tmp_path / "run", "--optimise.algorithm", OWN]
-    done = subprocess.run(
-        [sys.executable, "-m", "memopd.cli", *map(str, command), "--optimise.steps", "2"],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [0, 1]
-    a, b = (read_whole(r / "checkpoints" / "step-000002", "student") for r in (tmp_path / "run", trained(OWN)))
-    assert all(torch.equal(a[n], b[n]) for n in a)
+    own_parts.check_the_command_of_the_docstring(tmp_path, SETTING, OWN)
 
 
 def test_it_is_this_algorithm_that_was_trained():

@@ -1,43 +1,27 @@
 """A divergence of a user's own, named on the command line: trained for two updates, or refused in one line."""
 
-import os
 import runpy
-import subprocess
-import sys
-from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import own_parts
 import pytest
 import torch
-from train.command import Ended, memopd
-from train.saved import read_whole
-from train.tiny import workshop
+from own_parts import EXAMPLES, weights
+from train.command import Ended
 
 from memopd.train.log import read_metrics
 from memopd.train.traces import read_traces
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-OWN = "own_divergence:skewed"
+SETTING, OWN = "--teacher.divergence", "own_divergence:skewed"
 
 
 def train(output: Path, name: str, *more: object) -> Ended:
-    """From the folder of the examples, where `module:name` is looked for too."""
-    settings = ("--teacher.divergence", name, "--optimise.steps", "2", *more)
-    command = ("train", workshop() / "config.toml", "--output", output, *settings)
-    return memopd(*command, before=partial(os.chdir, EXAMPLES))
+    return own_parts.train(output, SETTING, name, *more)
 
 
-@cache
 def trained(name: str, *more: object) -> Path:
-    output = workshop() / "runs" / "-".join(["own-divergence", name, *map(str, more)]).replace(":", "-")
-    ended = train(output, name, *more)
-    assert ended.code == 0, ended.err
-    return output
-
-
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return read_whole(run / "checkpoints" / f"step-00000{step}", "student")
+    return own_parts.trained(SETTING, name, *more)
 
 
 def test_the_example_worked_out_by_hand():
@@ -51,20 +35,7 @@ def test_the_example_worked_out_by_hand():
 
 
 def test_the_command_of_the_docstring_trains(tmp_path):
-    """As a user types it, in a process of its own with the folder in PYTHONPATH."""
-    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    command = ["train", workshop() / "config.toml", "--output", tmp_path / "run", "--teacher.divergence", OWN]
-    done = subprocess.run(
-        [sys.executable, "-m", "memopd.cli", *map(str, command), "--optimise.steps", "2"],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [0, 1]
-    a, b = weights(tmp_path / "run", 2), weights(trained(OWN), 2)
-    assert all(torch.equal(a[n], b[n]) for n in a)
+    own_parts.check_the_command_of_the_docstring(tmp_path, SETTING, OWN)
 
 
 @pytest.mark.parametrize("state", ["aligned", "persistent"])

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from memopd.names import resolve
+from memopd.names import resolve, takes
 
 Divergence: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -96,7 +96,7 @@ def divergence_of(name: str) -> Divergence:
     if colon and known in DIVERGENCES:
         raise ValueError(f"{SETTING}: {known} takes no number, got {name!r}")
     found = resolve(SETTING, name, DIVERGENCES)
-    if not _takes_two(found):
+    if inspect.isclass(found) or not takes(found, 2):
         raise ValueError(f"{SETTING}: {name!r} must be a function of two arguments, a student's and a teacher's logits")
     return found
 
@@ -109,18 +109,6 @@ def _number(name: str, text: str, kind: type[int] | type[float], what: str) -> A
     if not (0 <= value <= 1 if kind is float else value > 0):
         raise ValueError(f"{SETTING}: the number of {name!r} must be {what}")
     return value
-
-
-def _takes_two(found: Any) -> bool:
-    if inspect.isclass(found):
-        return False
-    try:
-        inspect.signature(found).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:  # a C function that does not report its parameters
-        pass
-    return True
 
 
 def checked(divergence: Tensor, rows: int) -> Tensor:

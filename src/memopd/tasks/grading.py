@@ -8,7 +8,6 @@ evaluation: it keeps articles, replaces punctuation by a space, and counts token
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import string
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from memopd.names import resolve
+from memopd.names import resolve, takes
 from memopd.tasks.task import Question, Task
 
 Grading: TypeAlias = Literal["squad", "mem1"]
@@ -113,7 +112,7 @@ def reward_of(name: str = "em", grading: Grading = "squad", setting: str = "task
     function = resolve(setting, name, REWARDS)
     if name in REWARDS:
         return lambda task, responses: function(grade(task.questions, _last(responses), grading))
-    if isinstance(function, type) or not _takes_two(function):
+    if isinstance(function, type) or not takes(function, 2):
         raise ValueError(f"{setting}: {name!r} must be a function of (task, responses)")
 
     def reward(task: Task, responses: Sequence[str]) -> float:
@@ -127,14 +126,6 @@ def reward_of(name: str = "em", grading: Grading = "squad", setting: str = "task
         return value
 
     return reward
-
-
-def _takes_two(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        return False
-    return True
 
 
 REWARDS: dict[str, Callable[[Grade], float]] = {"em": lambda grade: grade.em, "f1": lambda grade: grade.f1}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from memopd.config import OptimiseConfig
-from memopd.names import build, resolve
+from memopd.names import build, resolve, takes
 from memopd.train.advantages import (
     gae,
     group_advantages,
@@ -218,19 +218,11 @@ def algorithm_of(o: OptimiseConfig) -> Algorithm:
         raise ValueError(f"{SETTING}: {o.algorithm!r} must be a class, got {type(part).__name__}")
     made: Algorithm = build(SETTING, o.algorithm, part, {name: getattr(o, name) for name in type(o).__annotations__})
     for method, argument in (("credit", "Experience"), ("loss", "Tokens")):
-        if not _takes_one(getattr(made, method)):
+        if not takes(getattr(made, method), 1):
             raise ValueError(f"{SETTING}: {method} of {o.algorithm!r} must be a method of one argument ({argument})")
     if unit_of(made) not in UNITS:
         raise ValueError(f"{SETTING}: unit of {o.algorithm!r} must be one of {', '.join(UNITS)}, got {unit_of(made)!r}")
     return made
-
-
-def _takes_one(method: Any) -> bool:
-    try:
-        inspect.signature(method).bind(None)
-    except TypeError:
-        return False
-    return True
 
 
 def unit_of(algorithm: Algorithm) -> str:
