@@ -1,4 +1,4 @@
-"""For all tests: no network, one thread."""
+"""For all tests: no network, one thread, and the longest files first."""
 
 import os
 
@@ -8,3 +8,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the commands that tests start: `make 
 import torch
 
 torch.set_num_threads(1)  # tiny models: a second thread costs two to five times the CPU and saves nothing
+
+# Workers take whole files in this order. If a long one came last, the other workers would wait for it.
+LONGEST = ("train/test_invariants.py", "examples/test_examples.py", "world/", "train/", "examples/", "gateway/")
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        return next((i for i, part in enumerate(LONGEST) if f"tests/{part}" in item.path.as_posix()), len(LONGEST))
+
+    items.sort(key=place)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import uvicorn
 from safetensors.torch import load_file
+from train import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memopd.agent import Agent, SearchEnvironment, repeat
@@ -75,13 +76,15 @@ def test_the_api_in_under_fifty_lines(name, tmp_path, monkeypatch, capsys):
 
 
 def memopd(*arguments):
-    """The command in a process of its own, as the examples' first lines call it."""
-    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    settings = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "memopd.cli", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """The command where the examples' first lines call it: from the root, with the examples on the path."""
+    ended = command.memopd(*arguments, environment={"CUDA_VISIBLE_DEVICES": ""}, before=from_the_root)
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+def from_the_root():
+    os.chdir(ROOT)
+    sys.path.insert(0, str(EXAMPLES))
 
 
 def scripted(world, k=2):
