@@ -10,7 +10,8 @@ from real_vllm import make_model, prompts_of, scorer, serving, wait_until_up
 
 from memopd.engine.vllm import VllmEngine
 
-collect_ignore = [] if os.environ.get("MEMOPD_VLLM_PYTHON") else ["test_real.py", "test_whole.py", "test_deaths.py"]
+NEED_VLLM = ["test_real.py", "test_lora.py", "test_whole.py", "test_deaths.py"]
+collect_ignore = [] if os.environ.get("MEMOPD_VLLM_PYTHON") else NEED_VLLM
 
 
 @pytest.fixture(scope="session")

@@ -84,11 +84,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(model: Path, port: int | None = None, *rest: str):
+def serving(model: Path, port: int | None = None, *rest: str, lora_rank: int = 0):
     """A server, as a user starts one. It is not waited for."""
     port = port or free_port()
     log = model.parent / f"server-{port}-{time.time():.0f}.log"
-    arguments = [str(model), "--port", str(port), "--dtype", "float32", "--python", PYTHON, "--", "--enforce-eager"]
+    arguments = [str(model), "--port", str(port), "--dtype", "float32", "--python", PYTHON]
+    arguments += ["--lora-rank", str(lora_rank), "--", "--enforce-eager"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a server is four processes: the first compiles vLLM for all
     with log.open("w") as lines:
