@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memopd.files import json_lines, whole
+from memopd.files import check_digests, digests, json_lines, whole, write_digests
 
 
 def test_the_file_appears_when_the_block_ends_well(tmp_path):
@@ -101,3 +101,63 @@ def test_a_disk_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         partial.write_text("new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+
+
+# ---- digests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def digested(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "config.json").write_text("{}\n")
+    (folder / "model.safetensors").write_bytes(bytes(range(40)))
+    (folder / "deep" / "notes.txt").write_text("é")
+    write_digests(folder)
+    return folder
+
+
+def test_digests_are_those_that_sha256sum_prints(digested):
+    check_digests(digested)
+    assert digests(digested).keys() == {"config.json", "model.safetensors", "deep/notes.txt"}
+    assert digests(digested)["config.json"] == "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"
+    assert json.loads((digested / "digests.json").read_text()) == digests(digested)
+
+
+def test_every_flipped_bit_is_noticed(digested):
+    """In the files, and in the digests themselves."""
+    for file in sorted(f for f in digested.rglob("*") if f.is_file()):
+        data = file.read_bytes()
+        for bit in range(8 * len(data)):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(flipped)
+            with pytest.raises(ValueError, match=r"delete .*digests\.json if you changed it on purpose") as caught:
+                check_digests(digested)
+            assert "\n" not in str(caught.value)
+        file.write_bytes(data)
+    check_digests(digested)
+
+
+def test_a_missing_or_exchanged_file_is_noticed(digested):
+    one, other = digested / "config.json", digested / "model.safetensors"
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    with pytest.raises(ValueError, match=r"config\.json: damaged"):
+        check_digests(digested)
+    one.write_bytes(kept)
+    check_digests(digested, skip="*.safetensors")  # a reader of the tokenizer does not read the weights
+    other.unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors: missing"):
+        check_digests(digested)
+
+
+def test_the_way_out_that_the_error_names(digested):
+    (digested / "README.md").write_text("added later")
+    check_digests(digested)
+    (digested / "config.json").write_text('{"edited": "on purpose"}')
+    with pytest.raises(ValueError, match=r"or delete .*/digests\.json"):
+        check_digests(digested)
+    (digested / "digests.json").unlink()
+    check_digests(digested)

@@ -1,17 +1,22 @@
-"""Atomic and durable writes of files and folders, and a reader of JSON lines."""
+"""Atomic and durable writes of files and folders, digests of their content, and a reader of JSON lines."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 from uuid import uuid4
+
+
+DIGESTS = "digests.json"  # in a folder that we wrote: the SHA-256 of each of its files
 
 
 @contextmanager
@@ -55,6 +60,44 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The digest of every file below a folder, by its path in the folder, without the file that holds the digests."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {name: digest(f) for f in files if (name := f.relative_to(folder).as_posix()) != DIGESTS}
+
+
+def write_digests(folder: Path) -> None:
+    """Write the digests of a folder into it, after all its other files, for `check_digests`."""
+    (folder / DIGESTS).write_text(json.dumps(digests(folder), indent=2) + "\n")
+
+
+def check_digests(folder: Path, skip: str = "") -> None:
+    """Raise an error if a file of the folder is damaged or missing. A folder without digests, and files that were
+    added later, pass. `skip` is a pattern of names that you do not read, such as *.safetensors."""
+    path = folder / DIGESTS
+    if not path.is_file():
+        return
+    otherwise = f"copy the folder again, or delete {path} if you changed it on purpose"
+    try:
+        expected = json_object(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}): {otherwise}") from None
+    for name, value in expected.items():
+        file = folder / name
+        if fnmatch(name, skip):
+            continue
+        if not file.is_file():
+            raise ValueError(f"{file}: missing: {otherwise}")
+        if digest(file) != value:
+            raise ValueError(f"{file}: damaged, its content does not match its digest: {otherwise}")
 
 
 def json_lines(path: Path, *, finished: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
