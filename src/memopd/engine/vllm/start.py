@@ -70,7 +70,9 @@ def _served_rank(rank: int) -> int:
     """
     enough = [size for size in _RANKS if size >= rank]
     if not enough:
-        raise ValueError(f"--lora-rank {rank}: vLLM serves adapters of rank {_RANKS[-1]} at most; merge it (memopd merge)")
+        raise ValueError(
+            f"--lora-rank {rank}: vLLM serves adapters of rank {_RANKS[-1]} at most; merge it (memopd merge)"
+        )
     return enough[0]
 
 
