@@ -4,6 +4,7 @@ Everything else is tested against real servers in tests/vllm.
 """
 
 import json
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -618,6 +619,16 @@ def test_a_server_that_comes_back_gets_the_adapter_before_requests(fakes, connec
     fakes[0].adapters, fakes[0].label = {}, "default"
     assert [c.stop for c in engine.generate(some(2))] == [StopReason.LENGTH] * 2
     assert fakes[0].sampled_with == [f"0@adapter:{adapter}"] * 3
+
+
+def test_adapters_in_the_engines_folder_go_when_the_next_is_loaded(fakes, connect, adapter, tmp_path):
+    engine = connect(fakes[0], folder=tmp_path / "served")
+    for version in range(3):
+        shutil.copytree(adapter, tmp_path / "served" / f"adapter-{version}")
+        engine.update(tmp_path / "served" / f"adapter-{version}", version)
+        assert [f.name for f in (tmp_path / "served").iterdir()] == [f"adapter-{version}"]
+    engine.update(adapter, version=3)  # of the user
+    assert adapter.exists()
 
 
 def test_whoever_gives_no_weights_samples_with_the_adapter_that_is_there(fakes, connect, adapter):

@@ -212,13 +212,12 @@ class VllmEngine:
         if isinstance(weights, Mapping):
             if self._folder is None:
                 raise ValueError("give VllmEngine a folder that the servers can read, to write updated weights to")
-            written = weight_updates.write(weights, self._folder, version)
-            self._run(self._update(written, version))
-            weight_updates.remove_older(written)
-        elif callable(weights):
-            self._run(self._update(weights, version))
-        else:
-            self._run(self._update(weight_updates.checkpoint(weights), version))
+            weights = weight_updates.write(weights, self._folder, version)
+        elif isinstance(weights, Path):
+            weights = weight_updates.checkpoint(weights)
+        self._run(self._update(weights, version))
+        if isinstance(weights, Path) and weights.parent == self._folder:
+            weight_updates.remove_older(weights)
 
     def verify(
         self,

@@ -89,8 +89,8 @@ def write(state: Mapping[str, Tensor], folder: Path, version: int) -> Path:
 
 
 def remove_older(written: Path) -> None:
-    """Remove what earlier calls of `write` wrote: no server will load it again."""
-    for old in written.parent.glob("weights-*"):
+    """Remove the weights and adapters that were written before these: no server will load them again."""
+    for old in (*written.parent.glob("weights-*"), *written.parent.glob("adapter-*")):
         if old != written:
             shutil.rmtree(old)
 
