@@ -612,11 +612,12 @@ def test_an_adapter_is_loaded_under_a_new_name_and_the_old_one_goes(fakes, conne
     assert list(fakes[0].adapters) == [f"4@adapter:{adapter}"]
 
 
-def test_a_server_that_comes_back_gets_the_adapter_before_requests(fakes, connect, adapter):
+@pytest.mark.parametrize("label", ["default", None], ids=["restarted", "unloaded"])
+def test_a_server_that_lost_its_adapter_gets_it_before_requests(fakes, connect, adapter, label):
     """A restarted server does not know the adapter. Its refusal is a reason to load it, not the caller's mistake."""
     engine = connect(fakes[0], adapter=adapter)
     engine.generate(some(1))
-    fakes[0].adapters, fakes[0].label = {}, "default"
+    fakes[0].adapters, fakes[0].label = {}, label or fakes[0].label
     assert [c.stop for c in engine.generate(some(2))] == [StopReason.LENGTH] * 2
     assert fakes[0].sampled_with == [f"0@adapter:{adapter}"] * 3
 

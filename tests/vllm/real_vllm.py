@@ -16,6 +16,7 @@ import numpy as np
 from memopd.agent.protocol import INSTRUCTIONS
 
 PYTHON = os.environ.get("MEMOPD_VLLM_PYTHON")
+MEMOPD = [sys.executable, "-m", "memopd.cli"]
 
 # The verb as `memopd serve` has it, without the rest of the command line.
 VERB = "import typer; from memopd.cli import policy; app = typer.Typer(); policy.register(app); app()"
@@ -140,6 +141,43 @@ def scorer(model):
         return scores
 
     return score
+
+
+CONFIG = """
+[model]
+student = "{student}"
+
+[tasks]
+train = "{folder}/tasks.jsonl"
+index = "{folder}/index"
+max_context = 400
+reward = "real_vllm:brevity"
+
+[sampling]
+servers = ["{server}"]
+max_tokens = 60
+
+[optimise]
+steps = 2
+tasks = 4
+samples = 2
+mini_batch = 8
+lr = 1e-2
+warmup = 0.0
+
+[teacher]
+state = "none"
+"""
+
+
+def train(folder, student, server, output, more=""):
+    """Two steps of `memopd train` that sample from a server. `more` is added to the configuration."""
+    config = output.with_suffix(".toml")
+    config.write_text(CONFIG.format(folder=folder, student=student, server=server) + more)
+    modules = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules}
+    line = [*MEMOPD, "train", config, "--output", output]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
 
 def brevity(task, responses) -> float:

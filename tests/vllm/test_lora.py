@@ -1,6 +1,7 @@
 """One real vLLM server with adapters: each is seen to have arrived, also where the prefix cache knows the prompt."""
 
 import copy
+import json
 import shutil
 
 import httpx
@@ -122,3 +123,19 @@ def test_an_adapter_that_the_server_cannot_hold_is_said_in_one_line(server, firs
     with pytest.raises(ValueError, match=f"{server.url} refuses the adapter {folder}: .*rank 9 .*max_lora_rank 8"):
         VllmEngine([server.url], first[2], adapter=folder)
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_rollouts_on_a_server_are_sampled_with_the_adapter_and_audited_with_it(
+    server, first, adapters, searchable, tmp_path, call_main
+):
+    folder, _ = adapters[0]
+    model = ("--model", first[0], "--adapter", folder)
+    where = ("-o", tmp_path / "store", "--index", searchable / "index", "--servers", server.url)
+    lengths = ("--max-tokens", 40, "--max-context", 400)
+    code, _, error = call_main("rollout", searchable / "tasks.jsonl", *where, *model, *lengths)
+    assert code == 0, error
+    code, said, error = call_main("audit", tmp_path / "store", *model, "--json")
+    assert code == 0, error
+    assert json.loads(said)["recorded"]["p99"] < 1e-3
+    bare = json.loads(call_main("audit", tmp_path / "store", "--model", first[0], "--json")[1])
+    assert bare["recorded"]["p99"] > 1

@@ -328,7 +328,8 @@ class VllmEngine:
         """Check a server that was down: its model, flags, weights and answers."""
         try:
             await probe(self._fleet, server, self.tokenizer)
-            if self._holds is not None and server.label != self._label:
+            # An adapter may be gone although the label is there, as when somebody unloaded it.
+            if self._holds is not None and (server.label != self._label or adapter_of(self._label)):
                 if not isinstance(self._holds, Path):
                     raise Lost(f"it came back with weights {server.label!r}, and {self._label!r} cannot be sent again")
                 await weight_updates.load(self._fleet, server, self._holds, self._label)
