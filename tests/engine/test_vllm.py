@@ -632,19 +632,23 @@ def test_adapters_in_the_engines_folder_go_when_the_next_is_loaded(fakes, connec
     assert adapter.exists()
 
 
-def test_whoever_gives_no_weights_samples_with_the_adapter_that_is_there(fakes, connect, adapter):
-    trainer = connect(fakes[0], adapter=adapter, version=1)
+def test_whoever_gives_no_weights_samples_with_the_adapter_that_is_there(fakes, connect, adapter, caplog):
     follower = connect(fakes[0])
+    assert [c.policy_version for c in follower.generate(some(1))] == [0]
+    trainer = connect(fakes[0], adapter=adapter, version=1)
     assert [c.policy_version for c in follower.generate(some(1))] == [1]
+    # The bare model's answer came with an adapter's label, so it was not taken.
+    assert fakes[0].sampled_with == [None, None, f"1@adapter:{adapter}"]
     trainer.update(adapter, version=2)
     assert [c.policy_version for c in follower.generate(some(2))] == [2, 2]
-    names = [f"1@adapter:{adapter}", *[f"2@adapter:{adapter}"] * 2]
-    assert fakes[0].sampled_with == names
+    assert fakes[0].sampled_with[3:] == [f"2@adapter:{adapter}"] * 2
+    caplog.clear()
     early = connect(fakes[0], folder=adapter.parent)  # as a rank that updates nothing: it was there before the update
     trainer.update(adapter, version=3)
     early.verify(lambda pairs, _: [np.full(len(c), LOGPROB) for _, c in pairs], [[1, 2]], tolerance=1e-6)
     assert early.version == 3
-    assert fakes[0].sampled_with[3:] == [f"3@adapter:{adapter}"]
+    assert fakes[0].sampled_with[5:] == [f"3@adapter:{adapter}"]
+    assert not any("down" in r.message for r in caplog.records)  # it asked for the label first
 
 
 def test_a_server_that_takes_no_adapter_says_what_to_do(fakes, connect, adapter):
