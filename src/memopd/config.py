@@ -3,7 +3,7 @@
 [model]     the student and the teacher      [tasks]     the tasks, environment and memory rule
 [sampling]  how episodes are sampled         [optimise]  the algorithm's settings
 [teacher]   the distillation term            [sft]       supervised training before it
-[run]       seed, checkpoints, checks
+[lora]      adapters instead of all weights  [run]       seed, checkpoints, checks
 
 Settings are read from TOML and recorded as JSON with all defaults; `memopd config --schema` prints the JSON schema for
 editors. The classes are pydantic dataclasses, so `dataclasses.replace` checks the new values too. This module must not
@@ -19,7 +19,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
 from memopd import schema
@@ -30,6 +30,15 @@ log = logging.getLogger("memopd")
 def _as_tuple(value: Any) -> Any:
     """Accept a single string as a list of one string, and turn lists into tuples, which strict fields require."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _no_dropout(value: float) -> float:
+    if value:
+        raise ValueError(
+            f"must be 0, got {value}: packed calls share rows, which would share a mask, and PPO's ratios would "
+            "compare two different masks"
+        )
+    return value
 
 
 # Fields are strict: true and "1" are not accepted as numbers, because TOML and JSON have their own types.
@@ -62,6 +71,11 @@ class ModelConfig:
         default="",
         description='the frozen teacher π_T: a folder or a hub name; may be empty only with teacher.state = "none"',
     )
+    adapter: Text = Field(
+        default="",
+        description="a folder with a LoRA adapter of the student (in sft: of sft.start) to start from; needs lora.rank",
+    )
+    teacher_adapter: Text = Field(default="", description="a folder with a LoRA adapter of the teacher")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
         description="precision of the passes; under bfloat16 the master weights stay float32; float64 is for checks",
@@ -197,6 +211,26 @@ class SftConfig:
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
+class LoraSettings:
+    """Low-rank adapters: the base stays frozen, and only the adapters and the critic's last layer are trained."""
+
+    rank: Whole = Field(default=0, description="rank of the adapters; 0: no adapters, all weights are trained")
+    alpha: Whole = Field(default=0, description="α: an adapter's product is scaled by α / rank; 0: twice the rank")
+    dropout: Annotated[float, Field(strict=True, ge=0), AfterValidator(_no_dropout)] = Field(
+        default=0.0, description="must be 0, as all dropout is: calls that share rows would share its mask"
+    )
+    targets: Texts = Field(
+        default=("all-linear",),
+        description="names of the linear layers to adapt, such as q_proj and v_proj; all-linear: all but the head",
+    )
+
+    @property
+    def scale(self) -> int:
+        """α."""
+        return self.alpha or 2 * self.rank
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class RunSettings:
     """The seed, checkpoints, equivalence checks and evaluations."""
 
@@ -220,6 +254,7 @@ class RunConfig:
     optimise: OptimiseConfig = OptimiseConfig()
     teacher: TeacherConfig = TeacherConfig()
     sft: SftConfig = SftConfig()
+    lora: LoraSettings = LoraSettings()
     run: RunSettings = RunSettings()
 
     def as_json(self) -> str:

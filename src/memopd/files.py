@@ -15,7 +15,6 @@ from shutil import rmtree
 from typing import Any
 from uuid import uuid4
 
-
 DIGESTS = "digests.json"  # in a folder that we wrote: the SHA-256 of each of its files
 
 

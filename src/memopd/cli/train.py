@@ -36,7 +36,7 @@ def sft(
         from memopd.train.sft import sft as run
 
         run(settings, output, resume)
-    print_model_path(output)
+    print_path(output, bool(settings.lora.rank))
 
 
 @app.command(context_settings=ANY_FIELD)
@@ -61,12 +61,12 @@ def train(
         from memopd.train.train import train as run
 
         run(settings, output, resume)
-    print_model_path(output)
+    print_path(output, bool(settings.lora.rank))
 
 
-def print_model_path(output: Path) -> None:
+def print_path(output: Path, has_adapter: bool) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
-        print(output / "model")
+        print(output / ("adapter" if has_adapter else "model"))
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def check_adapter(folder: str, base: str) -> AdapterInfo:
     if wrong := sorted(name for name in held if held[name] != expected[name]):
         shapes = f"has shape {held[wrong[0]]}, and rank {config.r} on {base} needs {expected[wrong[0]]}"
         raise ValueError(f"{folder}: {wrong[0]} {shapes}: it is of another base or rank")
-    layers = tuple(name for name, layer in _layers(model) if "student" in layer.lora_A)
+    layers = adapted_layers(model, "student")
     return AdapterInfo(folder, base, config.r, config.lora_alpha, layers, _is_verified(folder, base))
 
 
@@ -209,7 +209,10 @@ def add_adapter(model: Any, config: LoraConfig, name: str, trainable: bool, sour
 
     PEFT freezes the base. Adapters that are there already stay trainable or frozen.
     """
+    before = [(p, p.requires_grad) for p in model.parameters()] if hasattr(model, "peft_config") else []
     _inject(model, copy(config), name, source)
+    for parameter, requires_grad in before:
+        parameter.requires_grad_(requires_grad)
     dtype = torch.promote_types(model.dtype, torch.float32)
     for _, layer in _layers(model):
         if name in layer.lora_A:
@@ -246,10 +249,17 @@ def activate(model: Any, name: str | None) -> None:
 
 def adapter_weights(model: Any, name: str) -> dict[str, Tensor]:
     """The weights of one adapter, under their names in the model."""
-    return {key: p for key, p in model.named_parameters() if _ADAPTER_NAME.sub("", key) == f"{name}"}
+    ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
+    return {key: p for key, p in model.named_parameters() if key.endswith(ends)}
 
 
-_ADAPTER_NAME = re.compile(r"^.*\.lora_[AB]\.|\.weight$")
+def is_adapter_weight(key: str) -> bool:
+    return ".lora_A." in key or ".lora_B." in key
+
+
+def adapted_layers(model: Any, name: str) -> tuple[str, ...]:
+    """The names of the layers that an adapter changes."""
+    return tuple(key for key, layer in _layers(model) if name in layer.lora_A)
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:

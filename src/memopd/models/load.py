@@ -71,16 +71,35 @@ def backbone(model: Any) -> Any:
 
 
 def critic_from(student: Any) -> Any:
-    """V_φ: the student's backbone and a value head that starts at zero."""
+    """V_φ: a copy of the student's backbone, and a value head that starts at zero."""
+    critic = _new_critic(student)
+    backbone(critic).load_state_dict(backbone(student).state_dict())
+    _zero(critic.score)
+    return critic
+
+
+def critic_over(student: Any) -> Any:
+    """V_φ over the student's own backbone, not a copy: only the value head, in float32, takes memory."""
+    with torch.device("meta"):
+        critic = _new_critic(student)
+    setattr(critic, critic.base_model_prefix, backbone(student))
+    critic.config = student.config  # the layers read their attention setting from it
+    critic.score.to_empty(device=student.device).to(torch.promote_types(student.dtype, torch.float32))
+    _zero(critic.score)
+    return critic
+
+
+def _new_critic(student: Any) -> Any:
     config = copy.deepcopy(student.config)
     config.num_labels = 1
     try:
-        critic = transformers.AutoModelForTokenClassification.from_config(config, dtype=student.dtype)
+        return transformers.AutoModelForTokenClassification.from_config(config, dtype=student.dtype)
     except ValueError:
         kind = type(student).__name__
         raise ValueError(f'{kind}: transformers has no critic of its kind: set optimise.algorithm = "grpo"') from None
-    backbone(critic).load_state_dict(backbone(student).state_dict())
-    nn.init.zeros_(critic.score.weight)
-    if critic.score.bias is not None:
-        nn.init.zeros_(critic.score.bias)
-    return critic
+
+
+def _zero(head: nn.Linear) -> None:
+    nn.init.zeros_(head.weight)
+    if head.bias is not None:
+        nn.init.zeros_(head.bias)

@@ -44,7 +44,8 @@ def score(
     if teacher is not None and len(teacher.states) != decisions:
         raise ValueError(f"the teacher's states are of {len(teacher.states)} decisions, these packs have {decisions}")
     if is_critic(model):
-        values = [model.score(decision_states(model, p, attention))[:, 0] for p in packs]
+        precise = model.score.weight.dtype  # a value head over a base in half precision is in float32
+        values = [model.score(decision_states(model, p, attention).to(precise))[:, 0] for p in packs]
         return Scores(value=torch.cat(values))
     head, at, parts = head_of(model), 0, []
     for packed in packs:

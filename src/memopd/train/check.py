@@ -26,6 +26,7 @@ log = logging.getLogger("memopd")
 
 def check_equivalence(learner: Learner, batch: MiniBatch, path: Path, step: int) -> None:
     """Compare the largest pack of the batch, as it will be trained on, with its calls alone."""
+    learner.student.activate()
     model = learner.student.model
     if is_sharded(learner.student):
         model = whole_copy(learner.student, learner.config.model.dtype)

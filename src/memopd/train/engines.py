@@ -40,8 +40,9 @@ class LocalPolicy:
         empty cache, and both runs must round alike.
         """
         with self.engine.updating(version):
+            self.root.activate()
             if self.model is not self.root.model and version != self.version:
-                copy_weights(self.root, self.model)
+                copy_weights(self.root, self.model, frozen=self.version < 0)
         self.version = version
 
 

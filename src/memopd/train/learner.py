@@ -12,20 +12,13 @@ from torch import Tensor
 
 from memopd.config import RunConfig
 from memopd.files import whole_folder
-from memopd.models.load import check_same_tokenizer, critic_from, load_causal_lm
+from memopd.models.adapters import save_adapter
+from memopd.models.load import check_same_tokenizer
 from memopd.score import Divergence, Head, divergence_of
 from memopd.train import checkpoint, ranks
 from memopd.train.algorithms import Algorithm, algorithm_of, needs_group
-from memopd.train.models import (
-    PolicyRoot,
-    Root,
-    StatesRoot,
-    ValueRoot,
-    master_dtype,
-    prepare,
-    teacher_head,
-    whole_weights,
-)
+from memopd.train.models import PolicyRoot, Root, StatesRoot, ValueRoot, whole_weights
+from memopd.train.roots import check_adapters, roots_over_one_base, separate_roots
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +46,36 @@ class Learner:
 
 
 def build(config: RunConfig, device: torch.device) -> Learner:
-    """Loads one model after the other, so that host memory holds few whole models at a time."""
+    """Loads the models and makes their optimisers."""
     m, o = config.model, config.optimise
     if not m.student:
         raise ValueError("model.student: name a model folder or hub name to train")
     algorithm, divergence, guided = algorithm_of(o), divergence_of(config.teacher.divergence), is_guided(config)
     if guided:
         check_same_tokenizer(m.student, m.teacher)
-    student, critic, critic_optimiser = load_causal_lm(m.student, master_dtype(m), config.run.seed), None, None
-    if algorithm.needs_critic:
-        critic = prepare(ValueRoot(critic_from(student), m.attention), m, device, trained=True)
-        critic_optimiser = adamw(critic, o.critic_lr, o.weight_decay)
-    root = prepare(PolicyRoot(student, m.attention), m, device, trained=True)
-    reference, teacher, head = None, None, None
-    if o.reference:
-        frozen = load_causal_lm(m.student, getattr(torch, m.dtype), config.run.seed)
-        reference = prepare(PolicyRoot(frozen, m.attention), m, device, trained=False)
-    if guided:
-        frozen = load_causal_lm(m.teacher, getattr(torch, m.dtype))
-        head = teacher_head(frozen, device)
-        teacher = prepare(StatesRoot(frozen, m.attention), m, device, trained=False)
-    optimiser = adamw(root, o.lr, o.weight_decay)
+    load = roots_over_one_base if config.lora.rank else separate_roots
+    roots = load(config, device, algorithm.needs_critic, guided)
+    optimiser, critic_optimiser = adamw(roots.student, o.lr, o.weight_decay), None
+    if roots.critic is not None:
+        critic_optimiser = adamw(roots.critic, o.critic_lr, o.weight_decay)
     return Learner(
-        config, device, root, optimiser, critic, critic_optimiser, reference, teacher, head, algorithm, divergence
+        config,
+        device,
+        roots.student,
+        optimiser,
+        roots.critic,
+        critic_optimiser,
+        roots.reference,
+        roots.teacher,
+        roots.head,
+        algorithm,
+        divergence,
     )
 
 
 def check_objective(config: RunConfig) -> None:
     """Check that the algorithm and the divergence of a run resolve. Called before any model is loaded."""
+    check_adapters(config)
     o, algorithm = config.optimise, algorithm_of(config.optimise)
     if needs_group(algorithm) and o.samples < 2 and not config.sampling.replay:
         raise ValueError(
@@ -101,12 +96,23 @@ def is_guided(config: RunConfig) -> bool:
 def adamw(root: Root, lr: float, weight_decay: float) -> torch.optim.AdamW:
     # Fused on a GPU, because the other implementations temporarily need a third copy of the weights.
     fused = next(iter(root.weights.values())).is_cuda
-    return torch.optim.AdamW(root.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused)
+    return torch.optim.AdamW(root.weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused)
 
 
 def trained_tensors(name: str, root: Root, optimiser: torch.optim.AdamW) -> dict[str, dict[str, Tensor]]:
     state = checkpoint.optimiser_tensors(optimiser, root.weights)
     return {name: root.weights, f"{name}-optimiser": state}
+
+
+def export_policy(output: Path, root: PolicyRoot, tokenizer: Any, base: str) -> None:
+    """Write what was trained: RUN/adapter with LoRA, of the model `base`, otherwise RUN/model."""
+    if root.adapter is None:
+        export_model(output, root, tokenizer)
+        return
+    weights = {name: value.cpu() for name, value in whole_weights(root) if ranks.rank() == 0}
+    if ranks.rank() == 0:
+        save_adapter(output / "adapter", root.model, root.adapter, base, tokenizer, weights)
+    ranks.barrier()
 
 
 def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:

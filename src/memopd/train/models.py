@@ -1,13 +1,14 @@
 """The models of one update, π_θ, V_φ, π_ref and π_T, and the root modules that run and shard them.
 
 FSDP gathers a group's weights when the group's own `forward` runs, so the root must run backbone *and* head; calling
-only the backbone of a sharded model fails. Tied embeddings stay in the root group.
+only the backbone of a sharded model fails. Tied embeddings stay in the root group. With LoRA several roots run one
+model, each with its own adapter; then their `Base` is what FSDP shards, and every pass goes through it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,24 +21,56 @@ from torch.distributed.tensor import DTensor
 
 from memopd.compile import Packed
 from memopd.config import ModelConfig
+from memopd.models.adapters import activate, add_adapter
 from memopd.models.load import backbone
 from memopd.models.support import sharing
 from memopd.score import Head, Target, decision_states, head_of, score
 from memopd.train import ranks
 
 
-class Root(nn.Module):
-    """A module around a model, whose `forward` is the one pass that training needs."""
+class Base(nn.Module):
+    """A frozen model in memory once, and the adapters over it. `critic` has the same backbone, and its own head."""
 
-    def __init__(self, model: Any, attention: str) -> None:
+    def __init__(self, model: Any, critic: Any = None) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = critic
+
+    def forward(self, adapter: str | None, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a pass with a root's adapter. It stays active: with checkpointing, the backward pass runs layers anew."""
+        activate(self.model, adapter)
+        return run(*arguments)
+
+
+class Root(nn.Module):
+    """A module around a model, whose `forward` is the one pass that training needs, its `run`."""
+
+    def __init__(self, model: Any, attention: str, base: Base | None = None, adapter: str | None = None) -> None:
         super().__init__()
         self.model = model
         self.attention = attention
-        self.weights: dict[str, Tensor] = {}  # as the optimiser sees them: only this rank's rows if sharded
+        self.base = base  # None: the model is this root's own
+        self.adapter = adapter  # over the base; None: the bare base
+        # As the optimiser sees them: only this rank's rows if sharded.
+        self.weights: dict[str, Tensor] = {}  # those that are trained; of a frozen model all
+        self.frozen: dict[str, Tensor] = {}  # those of the base below a trained adapter
+
+    def forward(self, *arguments: Any) -> Any:
+        if self.base is None:
+            return self.run(*arguments)
+        return self.base(self.adapter, self.run, *arguments)
+
+    def run(self, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+    def activate(self) -> None:
+        """Make the model compute with this root's adapter, for those who run it without the root."""
+        if self.base is not None:
+            activate(self.model, self.adapter)
 
 
 class PolicyRoot(Root):
-    def forward(self, packed: Packed, temperature: float, teacher: Target | None = None) -> tuple[Tensor, ...]:
+    def run(self, packed: Packed, temperature: float, teacher: Target | None = None) -> tuple[Tensor, ...]:
         """(log p, entropy[, divergence from the teacher]) at the decisions."""
         scores = score(self.model, [packed], temperature, self.attention, teacher)
         assert scores.logprob is not None
@@ -46,7 +79,7 @@ class PolicyRoot(Root):
 
 
 class ValueRoot(Root):
-    def forward(self, packed: Packed) -> Tensor:
+    def run(self, packed: Packed) -> Tensor:
         """V at g(t, k)."""
         value = score(self.model, [packed], attention=self.attention).value
         assert value is not None
@@ -56,7 +89,7 @@ class ValueRoot(Root):
 class StatesRoot(Root):
     """A frozen teacher. We keep its hidden states, never its logits."""
 
-    def forward(self, packed: Packed) -> Tensor:
+    def run(self, packed: Packed) -> Tensor:
         return decision_states(self.model, packed, self.attention)
 
 
@@ -95,6 +128,28 @@ def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool)
     return root
 
 
+def prepare_base(base: Base, config: ModelConfig, device: torch.device) -> None:
+    """Make a base and its adapters ready to train. Shards them over several ranks.
+
+    The adapters cast their precise weights themselves, so that one process needs no sharding for mixed precision, and
+    the engine can sample from the very model that is trained.
+    """
+    _no_dropout(base.model)
+    if base.critic is not None:
+        _no_dropout(base.critic)
+    base.train()
+    if config.checkpointing:
+        base.model.gradient_checkpointing_enable({"use_reentrant": False})
+    base.to(device)
+    head_of(base.model)  # checks the head against the model's own logits, before the weights are sharded
+    if ranks.world() > 1:
+        for layer in _layers(base.model):
+            fully_shard(layer)
+        if base.critic is not None:
+            fully_shard(base.critic.score)
+        fully_shard(base)
+
+
 def _layers(model: Any) -> Any:
     """The layers that FSDP gathers one by one. Raises an error that says what to do if it cannot."""
     name = type(model).__name__
@@ -127,9 +182,13 @@ def teacher_head(model: Any, device: torch.device) -> Head:
 
 
 def whole_weights(root: Root) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the model, one at a time, whole on every rank. All ranks must call it."""
+    """Every trained weight, one at a time, whole on every rank. All ranks must call it."""
     for name, value in root.weights.items():
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
+        yield name, _whole(value)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
 def is_sharded(root: Root) -> bool:
@@ -141,15 +200,18 @@ def whole_copy(root: Root, dtype: str) -> Any:
     config = copy.deepcopy(root.model.config)  # so that each model has its own attention setting
     with next(iter(root.weights.values())).device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        if root.adapter is not None:
+            add_adapter(model, root.model.peft_config[root.adapter], root.adapter, trainable=False)
     model.generation_config = root.model.generation_config  # which tokens end a response
     return model.eval().requires_grad_(False)
 
 
-def copy_weights(root: Root, model: Any) -> None:
+def copy_weights(root: Root, model: Any, frozen: bool = True) -> None:
+    """Copy the weights of a root into its `whole_copy`; without `frozen`, only those that training changes."""
     targets = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in whole_weights(root):
-            targets[name].copy_(value)
+        for name, value in (root.weights | (root.frozen if frozen else {})).items():
+            targets[name].copy_(_whole(value))
 
 
 def _no_dropout(model: Any) -> None:

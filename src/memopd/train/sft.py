@@ -28,9 +28,10 @@ from memopd.tasks.grading import answers_of
 from memopd.train import checkpoint, ranks
 from memopd.train.batch import MiniBatch, mini_batch, path_length
 from memopd.train.diagnostics import dev_quality, log_step, warn_left_out
-from memopd.train.learner import adamw, export_model, trained_tensors
+from memopd.train.learner import adamw, export_policy, trained_tensors
 from memopd.train.log import open_run
 from memopd.train.models import PolicyRoot, master_dtype, prepare
+from memopd.train.roots import check_adapters, student_over_base
 from memopd.train.scoring import policy_scores
 from memopd.train.source import Sampler
 from memopd.train.update import backward, clipped_step, learning_rate, set_learning_rate
@@ -58,19 +59,19 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
     if not s.start or not s.episodes or not steps:
         raise ValueError("sft needs sft.start (a model or a config.json), sft.episodes, and sft.tokens above sft.batch")
     evaluated = bool(every.dev_every and config.tasks.dev)
+    check_adapters(config)
     check_parts(config.tasks, needs_index=evaluated)
     check_attention(config.model.attention)
     with ranks.joined() as device, ExitStack() as open_now:
         run = open_run(output, config, resume)
         tokenizer = load_tokenizer(s.tokenizer or s.start)
         decode = codec_of(tokenizer).decode
-        model = load_causal_lm(s.start, master_dtype(config.model), every.seed)
-        if len(tokenizer) > (width := model.get_input_embeddings().weight.shape[0]):
+        root = student_over_base(config, s.start, device) if config.lora.rank else _whole_student(config, device)
+        if len(tokenizer) > (width := root.model.get_input_embeddings().weight.shape[0]):
             raise ValueError(
                 f"{s.start}: has {width} embeddings, but the tokenizer has {len(tokenizer)} tokens: set vocab_size to "
                 f"{len(tokenizer)}"
             )
-        root = prepare(PolicyRoot(model, config.model.attention), config.model, device, trained=True)
         optimiser = adamw(root, s.lr, config.optimise.weight_decay)
         checkpoint.restore(run.checkpoint, trained_tensors("student", root, optimiser))
         batches = plan(load_examples(s.episodes, s.keep, decode, budget), s, steps, every.seed)
@@ -98,8 +99,14 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
             run.metrics(step, metrics)
             if last or (step + 1) % every.save_every == 0:
                 checkpoint.save(output, step + 1, trained_tensors("student", root, optimiser), every.keep)
-        export_model(output, root, tokenizer)
+        export_policy(output, root, tokenizer, s.start)
     return metrics
+
+
+def _whole_student(config: RunConfig, device: torch.device) -> PolicyRoot:
+    model = load_causal_lm(config.sft.start, master_dtype(config.model), config.run.seed)
+    root: PolicyRoot = prepare(PolicyRoot(model, config.model.attention), config.model, device, trained=True)
+    return root
 
 
 def imitate(root: PolicyRoot, optimiser: torch.optim.Optimizer, batch: MiniBatch, max_norm: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ from memopd.train import checkpoint, ranks
 from memopd.train.batch import compile_batches, usable
 from memopd.train.check import check_equivalence
 from memopd.train.diagnostics import describe, dev_quality, log_step, quality, warn_left_out
-from memopd.train.learner import build, check_objective, export_model
+from memopd.train.learner import build, check_objective, export_policy
 from memopd.train.log import open_run
 from memopd.train.scoring import score_batches
 from memopd.train.source import Sampler, open_source
@@ -65,5 +65,5 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                 run.metrics(step, metrics)
                 if (step + 1) % every.save_every == 0 or step + 1 == steps:
                     checkpoint.save(output, step + 1, learner.tensors(), every.keep)
-        export_model(output, learner.student, tokenizer)
+        export_policy(output, learner.student, tokenizer, config.model.student)
     return metrics

@@ -130,7 +130,7 @@ def backward(loss: Tensor, is_real: bool) -> None:
 
 def clipped_step(root: Root, optimiser: torch.optim.Optimizer, max_norm: float, loss: float, whose: str) -> float:
     """Take one step, and free the gradients at once, so that only one model's gradients take memory at a time."""
-    norm = torch.nn.utils.clip_grad_norm_(root.parameters(), max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(root.weights.values(), max_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise ValueError(
