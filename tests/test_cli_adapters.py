@@ -9,30 +9,20 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from peft import PeftModel
+from random_adapter import write_random
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memopd import packed_logprobs
-from memopd.models.adapters import add_adapter, adapter_weights, new_config, save_adapter
 from memopd.models.load import load_causal_lm, load_tokenizer
 from memopd.record import read_episodes
 from memopd.retrieval import Passage, build_index, write_corpus
 
 BASE = Path(__file__).parents[1] / "models" / "student"  # saved in bfloat16, with tied embeddings
-TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """With a random B, large enough to change what is sampled."""
-    folder = tmp_path_factory.mktemp("adapter") / "adapter"
-    model = load_causal_lm(str(BASE), torch.float32)
-    add_adapter(model, new_config(4, 8, TARGETS), "student", trainable=False)
-    torch.manual_seed(0)
-    for name, weight in adapter_weights(model, "student").items():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
-    save_adapter(folder, model, "student", str(BASE), load_tokenizer(str(BASE)))
-    return folder
+    return write_random(tmp_path_factory.mktemp("adapter") / "adapter", BASE)
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,19 @@ import shutil
 
 import httpx
 import pytest
-from peft import LoraConfig, get_peft_model
-from real_vllm import prompts_of, scorer, serving, wait_until_up
+from peft import LoraConfig, PeftModel, get_peft_model
+from real_vllm import prompts_of, scorer, serving, train, wait_until_up
 
 from memopd.engine import Request
+from memopd.engine.protocol import Completion
 from memopd.engine.vllm import weights as weight_updates
 from memopd.engine.vllm.engine import StaleWeights, VllmEngine, rounding_tolerance
+from memopd.record import read_episodes
+from memopd.train.log import read_metrics
 from memopd.types import Sampling
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = "\n[lora]\nrank = 4\n"
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +143,29 @@ def test_rollouts_on_a_server_are_sampled_with_the_adapter_and_audited_with_it(
     assert json.loads(said)["recorded"]["p99"] < 1e-3
     bare = json.loads(call_main("audit", tmp_path / "store", "--model", first[0], "--json")[1])
     assert bare["recorded"]["p99"] > 1
+
+
+def test_training_gives_the_server_the_adapter_of_every_update(server, first, searchable, tmp_path):
+    """Two steps, after each of which the server samples with the adapter that was trained; its weights stay."""
+    ended = train(searchable, first[0], server.url, tmp_path / "run", LORA)
+    assert ended.returncode == 0, ended.stderr
+    steps = read_metrics(tmp_path / "run")
+    assert len(steps) == 2
+    assert all(m["sampler_gap"] < 1e-3 and m["grad_norm"] > 0 for m in steps)
+    for version in range(2):
+        assert f"{server.url}: version {version}, log-probabilities within" in ended.stderr
+        episodes = list(read_episodes(tmp_path / "run" / "episodes" / f"step-{version:06d}.parquet"))
+        assert {c.policy_version for e in episodes for c in e.calls} == {version}
+    served = tmp_path.resolve() / "run" / "served" / "adapter-1"
+    assert list(served.parent.iterdir()) == [served]
+    assert httpx.get(f"{server.url}/weight_info").json()["weight_version"] == f"1@adapter:{served}"
+    assert "reload_weights" not in server.log.read_text()
+    print("\n" + "\n".join(line for line in ended.stderr.splitlines() if "log-probabilities within" in line))
+    # The second step's episodes are those of the adapter after the first, and not of the bare base, where it started.
+    calls = [c for e in episodes for c in e.calls]
+    said = [Completion(c.completion, c.logprobs, c.stop) for c in calls]
+    pairs = [(c.prompt, c.completion) for c in calls]
+    adapted = PeftModel.from_pretrained(copy.deepcopy(first[1]), served).eval()
+    gaps = [weight_updates.gap(scorer(model)(pairs, 1.0), said) for model in (adapted, first[1])]
+    print(f"the second step's log-probabilities are {gaps[0]:.1e} from the adapter's and {gaps[1]:.2g} from the base's")
+    assert gaps[0] < 1e-3 < 0.1 < gaps[1]
