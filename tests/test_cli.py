@@ -27,20 +27,6 @@ def memopd(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.fixture
-def call_main(monkeypatch, capfd):
-    """The command in this process: (exit status, stdout, stderr)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["memopd", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        shown = capfd.readouterr()
-        return stopped.value.code or 0, shown.out, shown.err
-
-    return call
-
-
-@pytest.fixture
 def store(tmp_path):
     path = tmp_path / "episodes"
     write_episodes(path, [Episode(f"e{s}", "t", mem1_calls(s)) for s in range(2)])
@@ -86,7 +72,7 @@ def imported(module: str, *arguments: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("module", "verb"),
     [
-        *(("memopd.cli", verb) for verb in ("", "audit", "draw", "import", "rollout", "train", "gateway")),
+        *(("memopd.cli", verb) for verb in ("", "audit", "draw", "import", "rollout", "train", "merge", "gateway")),
         ("paper", ""),
         *(("benchmarks", verb) for verb in ("", "actor", "show")),
     ],

@@ -4,6 +4,7 @@ Everything else is tested against real servers in tests/vllm.
 """
 
 import json
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -46,6 +47,9 @@ class Fake:
         self.answered = []  # the prompt of every completion that was sent
         self.asked = 0
         self.loads = []
+        self.adapters = {}  # name to path
+        self.refuses_adapters = False
+        self.sampled_with = []  # the adapter of every completion; None: the model alone
         self.tokens = lambda body: [(sum(body["token_ids"]) + i) % 900 for i in range(4)]
         self.logprob = LOGPROB
         self.lock = threading.Lock()
@@ -68,7 +72,7 @@ class Fake:
                     "/health": {},
                     "/version": {"version": "0.32.0"},
                     "/weight_info": {"weight_version": fake.label},
-                    "/v1/models": {"data": [{"root": "fake"}]},
+                    "/v1/models": {"data": [{"id": "fake", "root": "fake"}, *({"id": a} for a in fake.adapters)]},
                 }
                 if self.path in answers:
                     return self.say(200, answers[self.path])
@@ -85,10 +89,23 @@ class Fake:
                     fake.label = body["new_version"]
                 if self.path == "/collective_rpc":
                     fake.loads.append(body["kwargs"]["weights_path"])
+                if self.path == "/v1/load_lora_adapter":
+                    if fake.refuses_adapters:
+                        return self.say(500, {"error": {"message": "LoRA rank 9 is greater than max_lora_rank 8."}})
+                    if body["lora_name"] in fake.adapters:
+                        return self.say(400, {"error": {"message": "already loaded", "code": 400}})
+                    fake.adapters[body["lora_name"]] = body["lora_path"]
+                    return self.say(200, text=b"Success: added")
+                if self.path == "/v1/unload_lora_adapter":
+                    del fake.adapters[body["lora_name"]]
+                    return self.say(200, text=b"Success: removed")
                 return self.say(200, {"success": True})
 
             def generate(self, body):
                 probing = body["sampling_params"].get("ignore_eos")
+                adapter = body.get("model")
+                if adapter is not None and adapter not in fake.adapters:
+                    return self.say(404, {"error": {"message": f"The model {adapter} does not exist.", "code": 404}})
                 if not probing:
                     with fake.lock:
                         fake.asked += 1
@@ -115,6 +132,8 @@ class Fake:
                         return None
                 with fake.lock:
                     fake.answered.append(tuple(body["token_ids"]))
+                    if not probing:
+                        fake.sampled_with.append(adapter)
                 tokens = [7] * 8 if probing else fake.tokens(body)
                 if not body.get("stream"):
                     return self.say(200, {"choices": [fake.choice(tokens, probing, "length")]})
@@ -132,8 +151,8 @@ class Fake:
                 self.wfile.write(b"data: [DONE]\n\n")
                 return None
 
-            def say(self, status, answer):
-                text = json.dumps(answer).encode()
+            def say(self, status, answer=None, text=None):
+                text = text or json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -567,6 +586,80 @@ def test_a_server_that_is_down_during_an_update_gets_it_later(fakes, connect, ch
         time.sleep(0.02)
 
 
+@pytest.fixture
+def adapter(tmp_path):
+    """Only the names matter: the server that reads them is real in tests/vllm."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_an_adapter_is_loaded_under_a_new_name_and_the_old_one_goes(fakes, connect, adapter):
+    engine = connect(fakes[0], adapter=adapter, version=3)
+    engine.generate(some(2))
+    name = f"3@adapter:{adapter}"
+    assert fakes[0].adapters == {name: str(adapter)}
+    assert fakes[0].sampled_with == [name] * 2
+    assert fakes[0].label == name
+    assert not fakes[0].loads  # the weights stay
+    engine.update(adapter, version=4)
+    with pytest.raises(ValueError, match="not verified"):  # only the first adapter is taken as it is
+        engine.generate(some(1))
+    assert list(fakes[0].adapters) == [f"4@adapter:{adapter}"]
+    engine.update(adapter, version=4)  # the folder may have changed, so the server must read it again
+    assert list(fakes[0].adapters) == [f"4@adapter:{adapter}"]
+
+
+@pytest.mark.parametrize("label", ["default", None], ids=["restarted", "unloaded"])
+def test_a_server_that_lost_its_adapter_gets_it_before_requests(fakes, connect, adapter, label):
+    """A restarted server does not know the adapter. Its refusal is a reason to load it, not the caller's mistake."""
+    engine = connect(fakes[0], adapter=adapter)
+    engine.generate(some(1))
+    fakes[0].adapters, fakes[0].label = {}, label or fakes[0].label
+    assert [c.stop for c in engine.generate(some(2))] == [StopReason.LENGTH] * 2
+    assert fakes[0].sampled_with == [f"0@adapter:{adapter}"] * 3
+
+
+def test_adapters_in_the_engines_folder_go_when_the_next_is_loaded(fakes, connect, adapter, tmp_path):
+    engine = connect(fakes[0], folder=tmp_path / "served")
+    for version in range(3):
+        shutil.copytree(adapter, tmp_path / "served" / f"adapter-{version}")
+        engine.update(tmp_path / "served" / f"adapter-{version}", version)
+        assert [f.name for f in (tmp_path / "served").iterdir()] == [f"adapter-{version}"]
+    engine.update(adapter, version=3)  # of the user
+    assert adapter.exists()
+
+
+def test_whoever_gives_no_weights_samples_with_the_adapter_that_is_there(fakes, connect, adapter, caplog):
+    follower = connect(fakes[0])
+    assert [c.policy_version for c in follower.generate(some(1))] == [0]
+    trainer = connect(fakes[0], adapter=adapter, version=1)
+    assert [c.policy_version for c in follower.generate(some(1))] == [1]
+    # The bare model's answer came with an adapter's label, so it was not taken.
+    assert fakes[0].sampled_with == [None, None, f"1@adapter:{adapter}"]
+    trainer.update(adapter, version=2)
+    assert [c.policy_version for c in follower.generate(some(2))] == [2, 2]
+    assert fakes[0].sampled_with[3:] == [f"2@adapter:{adapter}"] * 2
+    caplog.clear()
+    early = connect(fakes[0], folder=adapter.parent)  # as a rank that updates nothing: it was there before the update
+    trainer.update(adapter, version=3)
+    early.verify(lambda pairs, _: [np.full(len(c), LOGPROB) for _, c in pairs], [[1, 2]], tolerance=1e-6)
+    assert early.version == 3
+    assert fakes[0].sampled_with[5:] == [f"3@adapter:{adapter}"]
+    assert not any("down" in r.message for r in caplog.records)  # it asked for the label first
+
+
+def test_a_server_that_takes_no_adapter_says_what_to_do(fakes, connect, adapter):
+    fakes[1].lacks.add("/v1/load_lora_adapter")
+    with pytest.raises(ValueError, match=f"{fakes[1].url} takes no adapters: .*--lora-rank"):
+        connect(adapter=adapter)
+    fakes[0].refuses_adapters = True
+    with pytest.raises(ValueError, match=f"{fakes[0].url} refuses the adapter {adapter}: .*max_lora_rank 8"):
+        connect(fakes[0], adapter=adapter)
+
+
 def test_nobody_samples_with_weights_that_are_not_verified(fakes, connect, checkpoint):
     """Not even a request that waited through the update."""
     engine = connect(fakes[0], weights=checkpoint, version=1, timeout=30)
@@ -637,6 +730,12 @@ def test_the_command_that_starts_a_server():
         assert flag in text
     assert text.endswith("--max-num-seqs 9")
     assert environment == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert "lora" not in text
+    line, environment = command(Interpreter("py", on_cpu=True), "m", "127.0.0.1", 8001, "auto", lora_rank=9)
+    assert "--enable-lora --max-lora-rank 16" in " ".join(line)
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    with pytest.raises(ValueError, match="--lora-rank 513"):
+        command(Interpreter("py", on_cpu=True), "m", "127.0.0.1", 8001, "auto", lora_rank=513)
     assert "chunked" not in " ".join(command(Interpreter("py", on_cpu=False), "m", "h", 1, "auto")[0])
 
 

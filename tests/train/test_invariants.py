@@ -60,9 +60,9 @@ CLASSES = [
     ("checkpointing", "packed"),
     ("persistent, two ranks", "persistent"),
 ]
-LORA = [(f"lora, {a}", f"lora, {b}") for a, b in CLASSES if a in LORA_ARMS]
+LORA_CLASSES = [(f"lora, {a}", f"lora, {b}") for a, b in CLASSES if a in LORA_ARMS]
 # The ranks' part is the same for every loss, so gspo on two ranks can wait for the slow tests.
-CLASSES += [(f"gspo, {a}", f"gspo, {b}") for a, b in CLASSES[:3]] + LORA
+CLASSES += [(f"gspo, {a}", f"gspo, {b}") for a, b in CLASSES[:3]] + LORA_CLASSES
 CLASSES += [pytest.param(("gspo, two ranks", "gspo, packed"), marks=pytest.mark.slow)]
 KERNELS = ["dense", pytest.param("cascade", marks=pytest.mark.slow)]
 

@@ -3,14 +3,17 @@
 A server takes half a minute to start, so one serves all tests that do not need one of their own.
 """
 
+import json
 import os
 
 import pytest
 from real_vllm import make_model, prompts_of, scorer, serving, wait_until_up
 
 from memopd.engine.vllm import VllmEngine
+from memopd.retrieval import Passage, build_index, write_corpus
 
-collect_ignore = [] if os.environ.get("MEMOPD_VLLM_PYTHON") else ["test_real.py", "test_whole.py", "test_deaths.py"]
+NEED_VLLM = ["test_real.py", "test_lora.py", "test_whole.py", "test_deaths.py"]
+collect_ignore = [] if os.environ.get("MEMOPD_VLLM_PYTHON") else NEED_VLLM
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +45,14 @@ def engine(server, first):
     engine.verify(scorer(model), prompts_of(tokenizer, 4), tolerance=1e-3)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def searchable(tmp_path_factory):
+    """Tasks, and an index for who would search."""
+    folder = tmp_path_factory.mktemp("whole")
+    asked = [{"id": str(i), "question": f"where is town {i}?", "golden_answers": ["Tal"]} for i in range(8)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(q) + "\n" for q in asked))
+    write_corpus(folder / "corpus.jsonl", [Passage(str(i), f"Town {i}", "It lies on the river Tal.") for i in range(5)])
+    build_index(folder / "corpus.jsonl", folder / "index")
+    return folder

@@ -16,6 +16,7 @@ import numpy as np
 from memopd.agent.protocol import INSTRUCTIONS
 
 PYTHON = os.environ.get("MEMOPD_VLLM_PYTHON")
+MEMOPD = [sys.executable, "-m", "memopd.cli"]
 
 # The verb as `memopd serve` has it, without the rest of the command line.
 VERB = "import typer; from memopd.cli import policy; app = typer.Typer(); policy.register(app); app()"
@@ -84,11 +85,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(model: Path, port: int | None = None, *rest: str):
+def serving(model: Path, port: int | None = None, *rest: str, lora_rank: int = 0):
     """A server, as a user starts one. It is not waited for."""
     port = port or free_port()
     log = model.parent / f"server-{port}-{time.time():.0f}.log"
-    arguments = [str(model), "--port", str(port), "--dtype", "float32", "--python", PYTHON, "--", "--enforce-eager"]
+    arguments = [str(model), "--port", str(port), "--dtype", "float32", "--python", PYTHON]
+    arguments += ["--lora-rank", str(lora_rank), "--", "--enforce-eager"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a server is four processes: the first compiles vLLM for all
     with log.open("w") as lines:
@@ -139,6 +141,43 @@ def scorer(model):
         return scores
 
     return score
+
+
+CONFIG = """
+[model]
+student = "{student}"
+
+[tasks]
+train = "{folder}/tasks.jsonl"
+index = "{folder}/index"
+max_context = 400
+reward = "real_vllm:brevity"
+
+[sampling]
+servers = ["{server}"]
+max_tokens = 60
+
+[optimise]
+steps = 2
+tasks = 4
+samples = 2
+mini_batch = 8
+lr = 1e-2
+warmup = 0.0
+
+[teacher]
+state = "none"
+"""
+
+
+def train(folder, student, server, output, more=""):
+    """Two steps of `memopd train` that sample from a server. `more` is added to the configuration."""
+    config = output.with_suffix(".toml")
+    config.write_text(CONFIG.format(folder=folder, student=student, server=server) + more)
+    modules = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules}
+    line = [*MEMOPD, "train", config, "--output", output]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
 
 def brevity(task, responses) -> float:

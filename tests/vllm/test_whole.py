@@ -1,9 +1,6 @@
 """The whole way with a real server: agents recorded through the gateway, and training that samples from it."""
 
-import json
-import os
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,43 +11,14 @@ import httpx
 import openai
 import pytest
 import torch
-from real_vllm import PYTHON, free_port, make_model, scorer, serving, wait_until_up
+from real_vllm import MEMOPD, PYTHON, free_port, make_model, scorer, serving, train, wait_until_up
 
 from benchmarks.engine import run_engine, work_of
 from memopd import compile_calls, verify
 from memopd.engine.protocol import Completion
 from memopd.engine.vllm import weights as weight_updates
 from memopd.record import read_episodes
-from memopd.retrieval import Passage, build_index, write_corpus
 from memopd.train.log import read_metrics
-
-MEMOPD = [sys.executable, "-m", "memopd.cli"]
-CONFIG = """
-[model]
-student = "{student}"
-
-[tasks]
-train = "{folder}/tasks.jsonl"
-index = "{folder}/index"
-max_context = 400
-reward = "real_vllm:brevity"
-
-[sampling]
-servers = ["{server}"]
-max_tokens = 60
-
-[optimise]
-steps = 2
-tasks = 4
-samples = 2
-mini_batch = 8
-lr = 1e-2
-warmup = 0.0
-
-[teacher]
-state = "none"
-"""
-
 
 # ---- the gateway ----------------------------------------------------------------------------------------------------
 
@@ -130,25 +98,6 @@ def test_agents_of_the_official_client_are_recorded_through_the_gateway(engine, 
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def searchable(tmp_path_factory):
-    """Tasks, and an index for who would search."""
-    folder = tmp_path_factory.mktemp("whole")
-    asked = [{"id": str(i), "question": f"where is town {i}?", "golden_answers": ["Tal"]} for i in range(8)]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(q) + "\n" for q in asked))
-    write_corpus(folder / "corpus.jsonl", [Passage(str(i), f"Town {i}", "It lies on the river Tal.") for i in range(5)])
-    build_index(folder / "corpus.jsonl", folder / "index")
-    return folder
-
-
-def train(folder, student, server, output):
-    config = output.with_suffix(".toml")
-    config.write_text(CONFIG.format(folder=folder, student=student, server=server))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    line = [*MEMOPD, "train", config, "--output", output]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_training_samples_from_a_server_that_gets_every_update(server, first, searchable, tmp_path):

@@ -8,6 +8,7 @@ import typer
 
 from memopd.cli import audit, config, policy, report, retrieval, rollout, tasks, train, world
 from memopd.cli.gateway import gateway
+from memopd.cli.merge import merge
 from memopd.cli.options import run
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app.command()(gateway)
 app.add_typer(audit.app)
 app.add_typer(config.app)
 app.add_typer(train.app)
+app.command()(merge)
 app.add_typer(report.app)
 
 

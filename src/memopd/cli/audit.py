@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memopd.cli.options import Attention, Json, Precision, device, load_model, out, plain, track
+from memopd.cli.options import Adapter, Attention, Json, Precision, device, load_model, out, plain, policy_name, track
 
 app = typer.Typer()
 
@@ -48,6 +48,7 @@ def import_(
 def audit(
     episodes: Annotated[list[Path] | None, typer.Argument(help="Episode stores to audit.")] = None,
     model: Annotated[str | None, typer.Option(help="The model that sampled them: a folder or a hub name.")] = None,
+    adapter: Adapter = None,
     teacher: Annotated[
         str | None, typer.Option(help="A teacher model: also measure how flattening changes its targets.")
     ] = None,
@@ -61,7 +62,7 @@ def audit(
 
     The exit status is 1 if packing is not exact.
     """
-    if demo == bool(episodes) or demo == (model is not None):
+    if demo == bool(episodes) or demo == (model is not None) or (demo and adapter):
         raise ValueError("give EPISODES and --model, or --demo alone")
     from memopd.attention import check_attention
     from memopd.record import read_episodes
@@ -82,7 +83,7 @@ def audit(
         name = "tiny random Qwen2"
     else:
         assert model is not None
-        policy, name = load_model(model, dtype), model
+        policy, name = load_model(model, dtype, adapter), policy_name(model, adapter)
     if teacher and model:
         from memopd.models.load import check_same_tokenizer
 

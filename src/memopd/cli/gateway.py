@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memopd.cli.options import Precision, load_model
+from memopd.cli.options import Adapter, Precision, check_adapter, load_model, policy_name
 
 TOKEN = "MEMOPD_GATEWAY_TOKEN"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -17,6 +17,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def gateway(
     store: Annotated[Path, typer.Option(help="The episode store (a folder) to record to.")],
     model: Annotated[str | None, typer.Option(help="The policy: a folder or a hub name.")] = None,
+    adapter: Adapter = None,
     server: Annotated[
         str | None,
         typer.Option(help="URLs of vLLM servers (memopd serve policy) that sample from it, comma-separated."),
@@ -26,7 +27,8 @@ def gateway(
         str, typer.Option(help=f"The address to listen on. Addresses that other machines can reach require {TOKEN}.")
     ] = "127.0.0.1",
     name: Annotated[
-        str | None, typer.Option(help="The model name that clients use; by default the folder's name.")
+        str | None,
+        typer.Option(help="The model name that clients use; by default the folder's name, or MODEL+ADAPTER."),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="The most tokens of prompt and completion together; not with --server.")
@@ -57,13 +59,14 @@ def gateway(
     if server:
         from memopd.engine.vllm import VllmEngine
 
-        engine = VllmEngine(server.split(","), tokenizer)
+        engine = VllmEngine(server.split(","), tokenizer, adapter=check_adapter(adapter, folder))
     else:
         from memopd.engine.local import LocalEngine
 
-        engine = LocalEngine(load_model(folder, dtype), tokenizer, slots=slots, max_length=max_length)
+        engine = LocalEngine(load_model(folder, dtype, adapter), tokenizer, slots=slots, max_length=max_length)
+    named = policy_name(Path(folder).name, adapter and Path(adapter).name)
     try:
-        serve(engine, store, name or Path(folder).name, token, host, port)
+        serve(engine, store, name or named, token, host, port)
     finally:
         engine.close()
 

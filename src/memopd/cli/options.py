@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ out = Console(width=None if sys.stdout.isatty() else 140)  # wide enough for tab
 err = Console(stderr=True)
 
 Attention = Annotated[str, typer.Option(help="auto, dense, flex, cascade, or module:Class for your own kernel.")]
+Adapter = Annotated[str | None, typer.Option(help="A LoRA adapter of the model: a folder in PEFT's format.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -62,13 +64,41 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(path: str, dtype: Precision) -> Any:
-    """Load a causal LM from a folder or the hub: safetensors only, no remote code."""
+def load_model(path: str, dtype: Precision, adapter: str | None = None) -> Any:
+    """Load a causal LM from a folder or the hub, with an adapter if given: safetensors only, no remote code."""
     import torch
 
     from memopd.models.load import load_causal_lm
 
-    return load_causal_lm(os.path.expanduser(path), getattr(torch, dtype)).to(device()).eval()
+    folder = check_adapter(adapter, path)
+    model = load_causal_lm(os.path.expanduser(path), getattr(torch, dtype))
+    if folder is not None:
+        from memopd.models.adapters import load_adapter
+
+        load_adapter(model, str(folder))
+    return model.to(device()).eval()
+
+
+def check_adapter(adapter: str | None, base: str) -> Path | None:
+    """The folder of an adapter, after it was checked against its base; None if there is none."""
+    if adapter is None:
+        return None
+    from memopd.models import adapters
+    from memopd.models.load import check_model_folder
+
+    folder, base = os.path.expanduser(adapter), os.path.expanduser(base)
+    check_model_folder(base)
+    adapters.check_adapter(folder, base)
+    return Path(folder)
+
+
+def policy_name(model: str, adapter: str | None) -> str:
+    """What results call a policy.
+
+    >>> policy_name("models/student", "runs/lora/adapter")
+    'models/student+runs/lora/adapter'
+    """
+    return f"{model}+{adapter}" if adapter else model
 
 
 def numbers(text: str, separator: str = ",") -> list[int]:

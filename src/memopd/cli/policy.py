@@ -28,6 +28,9 @@ def policy(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8001,
     dtype: Annotated[ServedPrecision, typer.Option(help="The precision of the model.")] = ServedPrecision.auto,
+    lora_rank: Annotated[
+        int, typer.Option(help="Serve adapters up to this rank, which a client or a training gives it; 0: none.", min=0)
+    ] = 0,
     python: Annotated[
         Path | None, typer.Option(help="A Python interpreter that has vLLM, if this one does not.")
     ] = None,
@@ -38,7 +41,7 @@ def policy(
 
     model = os.path.expanduser(model)
     check_model_folder(model)
-    line, environment = command(find_vllm(python), model, host, port, dtype, context.args)
+    line, environment = command(find_vllm(python), model, host, port, dtype, context.args, lora_rank)
     exec_server(line, environment)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from memopd.cli.options import Json, Precision, device, err, load_model, out, plain
+from memopd.cli.options import Adapter, Json, Precision, check_adapter, device, err, load_model, out, plain, policy_name
 
 app = typer.Typer()
 log = logging.getLogger("memopd")
@@ -43,6 +43,7 @@ class Play:
     """The options that `rollout` and `evaluate` share."""
 
     model: Annotated[str | None, typer.Option(help="The policy: a folder or a hub name.")] = None
+    adapter: Adapter = None
     servers: Annotated[
         str | None, typer.Option(help="URLs of vLLM servers that sample from the model, comma-separated.")
     ] = None
@@ -162,8 +163,9 @@ def evaluate(
     def sample(pairs: list[tuple[str, Any]], seed: int) -> Iterator[Any]:
         return progress(played(agent_of(pairs, seed), pairs, seed), len(pairs), lambda pair: pair[0])
 
+    system = policy_name(play.model, play.adapter) if play.model else str(play.policy)
     setting = Setting(str(grading), engine, play.batch)  # type: ignore[arg-type]
-    results = run(tasks, sample, play.limit, seeds, name or play.model or str(play.policy), setting)
+    results = run(tasks, sample, play.limit, seeds, name or system, setting)
     if output is not None:
         from memopd.files import whole
 
@@ -221,6 +223,8 @@ def check(play: Play) -> None:
 
     if (play.model is None) == (play.policy is None):
         raise ValueError("give either --model, or --policy for a scripted policy")
+    if play.adapter and play.model is None:
+        raise ValueError("--adapter needs --model: the model that it was trained on")
     if play.policy and not play.tokenizer:
         raise ValueError("--policy needs --tokenizer: a folder with a tokenizer")
     check_parts(tasks_config(play), flag="--")
@@ -272,11 +276,11 @@ def sampled(play: Play, tokenizer: Any) -> Callable[[list[tuple[str, Any]], int]
     if play.servers:
         from memopd.engine.vllm import VllmEngine
 
-        servers = play.servers.split(",")
-        return lambda pairs, seed: VllmEngine(servers, tokenizer)
+        servers, adapter = play.servers.split(","), check_adapter(play.adapter, play.model)
+        return lambda pairs, seed: VllmEngine(servers, tokenizer, adapter=adapter)
     from memopd.engine.local import LocalEngine
 
-    model, length = load_model(play.model, play.dtype), play.max_context + play.max_tokens
+    model, length = load_model(play.model, play.dtype, play.adapter), play.max_context + play.max_tokens
     available = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if available and length > available:
         raise ValueError(

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
@@ -36,7 +36,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from memopd.files import check_digests, json_object, whole_folder, write_digests
-from memopd.models.load import check_model_folder, load_tokenizer
+from memopd.models.load import check_model_folder, load_causal_lm, load_tokenizer
 
 log = logging.getLogger("memopd")
 
@@ -297,6 +297,25 @@ def _inject(model: Any, config: LoraConfig, name: str, source: str) -> None:
         isinstance(module, BaseTunerLayer) for module in (model.get_output_embeddings(), model.get_input_embeddings())
     ):
         raise ValueError(f"{source}: neither the vocabulary head nor the embedding can be adapted")
+
+
+def write_merged(output: Path, base: str, folder: str, dtype: str | None = None) -> None:
+    """Write a model folder whose weights are those of the base plus those of the adapter.
+
+    The sum is taken in float32 and rounded once, to `dtype` or to the precision of the base's checkpoint. The tokenizer
+    is the base's.
+    """
+    saved = getattr(torch, dtype) if dtype else (transformers.AutoConfig.from_pretrained(base).dtype or torch.float32)
+    model = load_causal_lm(base, torch.promote_types(saved, torch.float32))
+    merged = PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True).to(saved)
+    with whole_folder(output) as partial:
+        if has_tokenizer(base):
+            load_tokenizer(base).save_pretrained(partial)
+        try:
+            merged.save_pretrained(partial)
+        except SafetensorError as error:  # safetensors wraps system errors, such as a full disk
+            raise OSError(f"{output}: cannot be written ({error})") from None
+        write_digests(partial)
 
 
 # ---- what a base is ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from memopd.compile import compile_calls
 from memopd.config import RunConfig
 from memopd.engine.local import LocalEngine
 from memopd.engine.vllm import VllmEngine, rounding_tolerance
+from memopd.models.adapters import save_adapter
 from memopd.score import packed_logprobs
 from memopd.tasks.files import read_tasks
 from memopd.train import ranks
@@ -47,15 +48,19 @@ class LocalPolicy:
 
 
 class ServedPolicy:
-    """Samples from vLLM servers. They load the weights of every update from the run directory and are verified then."""
+    """Samples from vLLM servers. They load the weights of every update from the run directory and are verified then.
+
+    With LoRA they load the student's adapter, on top of the base that they were started with.
+    """
 
     def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
         self.root, self.version = root, -1
+        self.base, self.folder = config.model.student, run / "served"
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.temperature = config.sampling.temperature
         tasks = read_tasks(config.tasks.train or config.tasks.dev)[:PROMPTS]
         self.prompts = [prefix_of(tokenizer, user_message(task)) for task in tasks]
-        self.engine = VllmEngine(config.sampling.servers, tokenizer, folder=run / "served")
+        self.engine = VllmEngine(config.sampling.servers, tokenizer, folder=self.folder)
 
     def refresh(self, version: int) -> None:
         """From now on, sample with the weights after `version` updates."""
@@ -63,7 +68,11 @@ class ServedPolicy:
             return
         self.version, first = version, ranks.rank() == 0
         weights = {name: value.to(self.dtype).cpu() for name, value in whole_weights(self.root) if first}
-        if first:
+        if first and self.root.adapter is not None:
+            written = self.folder / f"adapter-{version}"
+            save_adapter(written, self.root.model, self.root.adapter, self.base, None, weights)
+            self.engine.update(written, version)
+        elif first:
             self.engine.update(weights, version)
         ranks.barrier()  # the engines of the other ranks get the version from the servers
         sampling = Sampling(temperature=self.temperature, max_tokens=TOKENS)  # the temperature of the tolerance

@@ -23,8 +23,8 @@ import numpy as np
 
 from memopd.engine.protocol import Completion, Request, Ticket
 from memopd.engine.vllm import weights as weight_updates
-from memopd.engine.vllm.probe import probe, probe_at_start
-from memopd.engine.vllm.servers import Fleet, Lost, Server
+from memopd.engine.vllm.probe import probe, probe_at_start, read_label
+from memopd.engine.vllm.servers import Fleet, Lost, Server, adapter_of
 from memopd.engine.vllm.weights import Score, StaleWeights, Weights, rounding_tolerance
 from memopd.engine.vllm.wire import BadAnswer, Received, body, check_end
 from memopd.types import Floats, Ids, Sampling, StopReason
@@ -40,6 +40,8 @@ _TRIES = 5  # per request; the server is probed after each failure, so this is n
 class VllmEngine:
     """`weights`: the checkpoint that the servers must hold, of `version`; None: the weights that they hold now.
 
+    `adapter`: an adapter folder that the servers load on top of their weights before the first request. Unlike weights
+    and adapters that you give to `update`, it needs no `verify`: take this if you do not have the model yourself.
     `folder`: where the engine writes weights that you pass as tensors; the servers must see it under the same path.
     With a folder and no weights, the engine samples nothing before an update, so the servers may hold any weights.
     `timeout`: seconds without an answer after which a server counts as hung. `patience`: seconds to wait for a server
@@ -53,6 +55,7 @@ class VllmEngine:
         *,
         weights: Weights | None = None,
         version: int = 0,
+        adapter: Path | None = None,
         folder: Path | None = None,
         timeout: float = 600.0,
         patience: float = 300.0,
@@ -61,6 +64,7 @@ class VllmEngine:
         self.version = version
         self._folder = folder and folder.expanduser().resolve()
         self._holds: Path | Callable[[str], None] | None = None  # the weights of every server; None: as they are
+        self._label = ""  # of these weights
         self._verified = True
         self._key: tuple[list[Request], list[Completion]] = ([], [])  # answers that the trainer has verified
         self._tolerance = 0.0
@@ -73,6 +77,10 @@ class VllmEngine:
             self._fleet = self._run(self._connect(urls, timeout, patience))
             if weights is not None:
                 self.update(weights, version)
+            elif adapter is not None:
+                self.update(adapter, version)
+                self._verified = True
+                self._loop.call_soon_threadsafe(self._fleet.resume)
             elif folder is not None:
                 self._verified = False
             else:
@@ -161,7 +169,9 @@ class VllmEngine:
     async def _ask(
         self, server: Server, payload: dict[str, Any], delivered: Received, on_token: Callable[[int], None] | None
     ) -> Received:
-        received = Received()
+        received, adapter = Received(), adapter_of(server.label)
+        if adapter:
+            payload = {**payload, "model": adapter}
         try:
             async for choice in self._fleet.choices(server, payload):
                 new = received.take(choice)
@@ -171,13 +181,15 @@ class VllmEngine:
             raise Lost(str(error)) from error
         if received.stop is None:
             raise Lost("the answer broke off")
+        if adapter_of(received.label) != adapter:
+            raise Lost(f"its weights became {received.label!r}, and it was asked to sample with {server.label!r}")
         return received
 
     def _completion(self, server: Server, received: Received) -> Completion:
         assert received.stop is not None
         if self._holds is not None:
-            if received.label != (wanted := weight_updates.label_of(self._holds, self.version)):
-                raise Lost(f"it sampled with weights {received.label!r} instead of {wanted!r}: was it restarted?")
+            if received.label != self._label:
+                raise Lost(f"it sampled with weights {received.label!r} instead of {self._label!r}: was it restarted?")
         elif received.label is not None:
             self.version = weight_updates.version_of(received.label)  # somebody else updates these servers
         tokens, logprobs = received.arrays()
@@ -191,7 +203,8 @@ class VllmEngine:
 
     def update(self, weights: Weights, version: int) -> None:
         """Give new weights to every server: a checkpoint folder that the servers see under the same path, tensors with
-        the names of a checkpoint, or a function that sends weights to the server at a URL (vLLM's weight transfer).
+        the names of a checkpoint, or a function that sends weights to the server at a URL (vLLM's weight transfer). An
+        adapter folder in PEFT's format goes on top of the weights that the server was started with.
 
         Open requests finish first, with the weights they began with. Waiting ones start after `verify`.
         """
@@ -199,13 +212,12 @@ class VllmEngine:
         if isinstance(weights, Mapping):
             if self._folder is None:
                 raise ValueError("give VllmEngine a folder that the servers can read, to write updated weights to")
-            written = weight_updates.write(weights, self._folder, version)
-            self._run(self._update(written, version))
-            weight_updates.remove_older(written)
-        elif callable(weights):
-            self._run(self._update(weights, version))
-        else:
-            self._run(self._update(weight_updates.checkpoint(weights), version))
+            weights = weight_updates.write(weights, self._folder, version)
+        elif isinstance(weights, Path):
+            weights = weight_updates.checkpoint(weights)
+        self._run(self._update(weights, version))
+        if isinstance(weights, Path) and weights.parent == self._folder:
+            weight_updates.remove_older(weights)
 
     def verify(
         self,
@@ -227,7 +239,7 @@ class VllmEngine:
         gaps = self._gaps(score, requests, answers)
         for url, gap in gaps.items():
             if not gap <= tolerance:
-                stale = StaleWeights(url, self.version, gap, tolerance)
+                stale = StaleWeights(url, self.version, gap, tolerance, bool(adapter_of(self._label)))
                 self._loop.call_soon_threadsafe(self._fleet.fail, stale)
                 raise stale
             log.info("%s: version %d, log-probabilities within %.2g of the trainer's", url, self.version, gap)
@@ -253,9 +265,9 @@ class VllmEngine:
         self._verified = False
         await self._fleet.pause()
         self._holds, self.version, self._key = weights, version, ([], [])
+        self._label = weight_updates.label_of(weights, version)
         up = [s for s in self._fleet.servers if s.down_since is None]  # the others get the weights when they are back
-        label = weight_updates.label_of(weights, version)
-        loads = [weight_updates.load(self._fleet, server, weights, label) for server in up]
+        loads = [weight_updates.load(self._fleet, server, weights, self._label) for server in up]
         if isinstance(weights, Path):
             results = await asyncio.gather(*loads, return_exceptions=True)
         else:  # one after the other, because the function is the only sender
@@ -288,6 +300,8 @@ class VllmEngine:
         return good
 
     async def _answers(self, server: Server, requests: Sequence[Request]) -> list[Completion]:
+        if self._holds is None:  # somebody else updates these servers, so the label may have changed
+            server.label = await read_label(self._fleet, server)
         asked = (self._ask(server, body(r, stream=False), Received(), None) for r in requests)
         return [self._completion(server, received) for received in await asyncio.gather(*asked)]
 
@@ -314,19 +328,18 @@ class VllmEngine:
         """Check a server that was down: its model, flags, weights and answers."""
         try:
             await probe(self._fleet, server, self.tokenizer)
-            if self._holds is not None and server.label != (
-                wanted := weight_updates.label_of(self._holds, self.version)
-            ):
+            # An adapter may be gone although the label is there, as when somebody unloaded it.
+            if self._holds is not None and (server.label != self._label or adapter_of(self._label)):
                 if not isinstance(self._holds, Path):
-                    raise Lost(f"it came back with weights {server.label!r}, and {wanted!r} cannot be sent again")
-                await weight_updates.load(self._fleet, server, self._holds, wanted)
+                    raise Lost(f"it came back with weights {server.label!r}, and {self._label!r} cannot be sent again")
+                await weight_updates.load(self._fleet, server, self._holds, self._label)
         except ValueError as error:  # somebody restarted it wrongly, and may correct that: the others continue
             raise Lost(str(error)) from error
         requests, key = self._key
         if key:
             gap = weight_updates.replay_gap(key, await self._answers(server, requests))
             if not gap <= self._tolerance and key is self._key[1]:  # unless an update came in between
-                raise StaleWeights(server.url, self.version, gap, self._tolerance)
+                raise StaleWeights(server.url, self.version, gap, self._tolerance, bool(adapter_of(self._label)))
 
     def _common_version(self) -> int:
         labels = {server.url: server.label for server in self._fleet.servers}

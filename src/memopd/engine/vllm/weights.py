@@ -1,7 +1,7 @@
-"""Gives a server new weights, and checks that it samples with them.
+"""Gives a server new weights or a new adapter, and checks that it samples with them.
 
 Each server has a label, `VERSION@WHERE`, which vLLM returns with every completion. So we notice when a server was
-restarted and samples with the weights it was started with.
+restarted and samples with the weights it was started with. The label of an adapter is `VERSION@adapter:WHERE`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from memopd.engine.protocol import Completion
-from memopd.engine.vllm.servers import Fleet, Lost, Server
+from memopd.engine.vllm.servers import Fleet, Lost, Server, adapter_label, adapter_of
+from memopd.engine.vllm.wire import BadAnswer
 from memopd.files import whole
 from memopd.types import Floats, Ids
 
@@ -26,16 +27,18 @@ Weights: TypeAlias = "Path | Mapping[str, Tensor] | Callable[[str], None]"
 Score: TypeAlias = Callable[[Sequence[tuple[Ids, Ids]], float], Sequence[Floats]]
 
 UNLABELLED = "default"  # vLLM's own label of the weights that the server was started with
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ROUTES = ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
 
 
 class StaleWeights(ValueError):
     """A server does not sample with the weights it was given."""
 
-    def __init__(self, url: str, version: int, gap: float, tolerance: float) -> None:
+    def __init__(self, url: str, version: int, gap: float, tolerance: float, adapter: bool = False) -> None:
         super().__init__(
             f"{url}: stale weights: its log-probabilities are {gap:.3g} from those of version {version} (tolerance "
-            f"{tolerance:.3g}); restart it on that checkpoint (vLLM on CPU cannot reload tied embeddings)"
+            f"{tolerance:.3g}); restart it on "
+            + ("the adapter's base" if adapter else "that checkpoint (vLLM on CPU cannot reload tied embeddings)")
         )
         self.url, self.version, self.gap, self.tolerance = url, version, gap, tolerance
 
@@ -51,11 +54,17 @@ def version_of(label: str | None) -> int:
 
 
 def label_of(weights: Path | Callable[[str], None], version: int) -> str:
-    return f"{version}@{weights if isinstance(weights, Path) else 'transfer'}"
+    if not isinstance(weights, Path):
+        return f"{version}@transfer"
+    return adapter_label(version, weights) if is_adapter(weights) else f"{version}@{weights}"
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
 
 
 def checkpoint(path: Path) -> Path:
-    """The absolute path of a checkpoint. A wrong folder kills the server that loads it, so we check it here."""
+    """The absolute path of a checkpoint or adapter. A wrong folder kills the server that loads it, so we check it."""
     path = path.expanduser().resolve()
     if not any(path.glob("*.safetensors")):
         raise ValueError(f"{path}: no *.safetensors to give to the policy servers")
@@ -80,21 +89,24 @@ def write(state: Mapping[str, Tensor], folder: Path, version: int) -> Path:
 
 
 def remove_older(written: Path) -> None:
-    """Remove what earlier calls of `write` wrote: no server will load it again."""
-    for old in written.parent.glob("weights-*"):
+    """Remove the weights and adapters that were written before these: no server will load them again."""
+    for old in (*written.parent.glob("weights-*"), *written.parent.glob("adapter-*")):
         if old != written:
             shutil.rmtree(old)
 
 
 async def load(fleet: Fleet, server: Server, weights: Path | Callable[[str], None], label: str) -> None:
-    """Give a server new weights. None of our requests may be open there."""
+    """Give a server new weights, or an adapter. None of our requests may be open there."""
     for route in _ROUTES:
         if not await fleet.has(server, route):
             raise ValueError(
                 f"{server.url} has no {route}: weights cannot be updated; start it with VLLM_SERVER_DEV_MODE=1 "
                 "(memopd serve policy does)"
             )
-    if isinstance(weights, Path):
+    if adapter_of(label):
+        assert isinstance(weights, Path)
+        await _load_adapter(fleet, server, weights, label)
+    elif isinstance(weights, Path):
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
         await fleet.call(server, "POST", "/collective_rpc", json=reload)
     else:
@@ -102,6 +114,25 @@ async def load(fleet: Fleet, server: Server, weights: Path | Callable[[str], Non
     await _reset_prefix_cache(fleet, server)
     await fleet.call(server, "POST", "/update_weight_version", json={"new_version": label})
     server.label = label
+
+
+async def _load_adapter(fleet: Fleet, server: Server, folder: Path, name: str) -> None:
+    if not await fleet.has(server, _LOAD):
+        raise ValueError(f"{server.url} takes no adapters: start it with memopd serve policy MODEL --lora-rank RANK")
+    models = (await fleet.call(server, "GET", "/v1/models", timeout=10))["data"]
+    ours = [model["id"] for model in models if adapter_of(model["id"])]
+    if name in ours:  # the folder may have other content now, as when a run was started anew
+        await fleet.tell(server, _UNLOAD, json={"lora_name": name})
+    try:
+        await fleet.tell(server, _LOAD, json={"lora_name": name, "lora_path": str(folder)})
+    except Lost as error:
+        if not isinstance(error.__cause__, BadAnswer):
+            raise
+        await fleet.call(server, "GET", "/health", timeout=10)  # raises `Lost` if the server died of it
+        raise ValueError(f"{server.url} refuses the adapter {folder}: {error}") from error
+    for old in ours:
+        if old != name:
+            await fleet.tell(server, _UNLOAD, json={"lora_name": old})
 
 
 async def _reset_prefix_cache(fleet: Fleet, server: Server) -> None:

@@ -29,6 +29,10 @@ class BadAnswer(Exception):
 class Refused(Exception):
     """The request is wrong. Another try will not help."""
 
+    def __init__(self, line: str, status: int) -> None:
+        super().__init__(line)
+        self.status = status
+
 
 @dataclass(slots=True)
 class Received:
@@ -123,9 +127,10 @@ def choice_of(answer: Any) -> dict[str, Any] | None:
 
 def failure(status: Any, text: str) -> BadAnswer | Refused:
     """The error for an HTTP status. The status tells whether another try may help."""
-    again = not isinstance(status, int) or status >= 500 or status == 429
     line = f"HTTP {status}: {' '.join(text.split())[:300]}"
-    return BadAnswer(line) if again else Refused(line)
+    if not isinstance(status, int) or status >= 500 or status == 429:
+        return BadAnswer(line)
+    return Refused(line, status)
 
 
 def reason(answer: Any) -> str:
