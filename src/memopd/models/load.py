@@ -12,6 +12,8 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
+from memopd.files import check_digests
+
 
 def check_model_folder(path: str) -> None:
     """Refuse a folder without a model. A name with one slash and no leading dot passes, as it may be on the hub."""
@@ -30,6 +32,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
         torch.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     check_model_folder(path)
+    check_digests(Path(path))
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, trust_remote_code=False
@@ -40,6 +43,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
 
 def load_tokenizer(path: str, local: bool = False) -> Any:
     """The tokenizer of a model folder or hub name. `local` never uses the network."""
+    check_digests(Path(path), skip="*.safetensors")
     try:
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError) as error:
