@@ -1,13 +1,19 @@
 """Files appear whole or not at all; JSON lines are read, or the bad line is named."""
 
+import fcntl
 import gzip
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from memopd.files import check_digests, digests, json_lines, whole, write_digests
+from memopd.files import check_digests, digests, json_lines, remove_leftovers, whole, whole_folder, write_digests
 
 
 def test_the_file_appears_when_the_block_ends_well(tmp_path):
@@ -85,7 +91,7 @@ def test_a_durable_file_is_synced_before_it_has_its_name_and_its_folder_after(tm
     with whole(path, durable=True) as partial:
         partial.write_text("durable")
     (file, before), (folder, after) = seen
-    assert (file.parent, before) == (tmp_path, False)
+    assert (file.name, before) == ("x.txt", False)
     assert (folder, after) == (tmp_path, True)
 
 
@@ -124,11 +130,11 @@ def test_digests_are_those_that_sha256sum_prints(digested):
     assert json.loads((digested / "digests.json").read_text()) == digests(digested)
 
 
-def test_every_flipped_bit_is_noticed(digested):
-    """In the files, and in the digests themselves."""
+def test_a_flipped_bit_is_noticed(digested):
+    """In the files, and in the digests themselves: every 7th bit, so that each place in a byte has its turn."""
     for file in sorted(f for f in digested.rglob("*") if f.is_file()):
         data = file.read_bytes()
-        for bit in range(8 * len(data)):
+        for bit in range(0, 8 * len(data), 7):
             flipped = bytearray(data)
             flipped[bit // 8] ^= 1 << bit % 8
             file.write_bytes(flipped)
@@ -161,3 +167,124 @@ def test_the_way_out_that_the_error_names(digested):
         check_digests(digested)
     (digested / "digests.json").unlink()
     check_digests(digested)
+
+
+# ---- what killed processes leave ------------------------------------------------------------------------------------
+
+WRITER = """
+import sys
+from pathlib import Path
+from memopd.files import whole, whole_folder
+path, kind = Path(sys.argv[1]), sys.argv[2]
+with {"file": whole, "folder": whole_folder}[kind](path) as partial:
+    (partial if kind == "file" else partial / "inside").write_text("half")
+    print("writing", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def writing(path: Path, kind: str) -> Iterator[subprocess.Popen]:
+    """A process that is in the middle of writing, until it is killed or gets a line."""
+    command = [sys.executable, "-c", WRITER, str(path), kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_next_writer_removes_what_a_killed_one_left(kind, tmp_path):
+    path = tmp_path / "x"
+    with writing(path, kind) as process:
+        process.kill()
+        process.wait()
+        (left,) = tmp_path.iterdir()
+        assert [f.read_text() for f in left.rglob("*") if f.is_file()] == ["half"]
+        with whole(tmp_path / "y") as partial:  # any writer to this place
+            assert not left.exists()
+            partial.write_text("all of it")
+    assert [p.name for p in tmp_path.iterdir()] == ["y"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_a_live_writer_uses_stays(kind, tmp_path):
+    path = tmp_path / "x"
+    with writing(path, kind) as process:
+        for _ in range(3):
+            with whole(path) as partial:
+                partial.write_text("of the second writer")
+            path.unlink()
+            remove_leftovers(tmp_path)
+        process.communicate("go on\n")
+        assert process.returncode == 0
+    assert (path if kind == "file" else path / "inside").read_text() == "half"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_only_temporary_folders_are_removed(tmp_path):
+    kept = [".memopd", ".memopd-notes", f".memopd-{'g' * 32}", f"memopd-{'0' * 32}"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    (tmp_path / f".memopd-{'0' * 32}").mkdir()
+    (tmp_path / f".memopd-{'1' * 32}").write_text("a file, which we never leave")
+    remove_leftovers(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, f".memopd-{'1' * 32}"])
+
+
+@pytest.mark.parametrize("when", ["before the lock", "while another holds it"])
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(when, tmp_path, monkeypatch):
+    lock, seen = fcntl.flock, []
+
+    def after_another_process(handle, operation):
+        seen.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        if len(seen) == 1:
+            seen[0].rmdir()
+            if when == "while another holds it":
+                raise BlockingIOError
+        lock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", after_another_process)
+    with whole(tmp_path / "x") as partial:
+        partial.write_text("all of it")
+    assert len(seen) == 2
+    assert (tmp_path / "x").read_text() == "all of it"
+
+
+def test_threads_that_write_to_one_place_do_not_remove_each_others_files(tmp_path):
+    def write(number: int) -> None:
+        for turn in range(20):
+            with whole(tmp_path / f"{number}-{turn}") as partial:
+                partial.write_text(f"{number}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    assert len(list(tmp_path.iterdir())) == 160
+    assert all(p.read_text() == p.name.split("-")[0] for p in tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_keeps_leftovers(tmp_path, monkeypatch):
+    def unsupported(handle, operation):
+        raise OSError(95, "Operation not supported")
+
+    (tmp_path / f".memopd-{'0' * 32}").mkdir()
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with whole(tmp_path / "x") as partial:
+        partial.write_text("all of it")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f".memopd-{'0' * 32}", "x"]
+
+
+def test_a_folder_replaces_another_or_is_refused(tmp_path):
+    path = tmp_path / "x"
+    for content in ("old", "new"):
+        with whole_folder(path) as partial:
+            (partial / content).touch()
+    assert [p.name for p in path.iterdir()] == ["new"]
+    with pytest.raises(ValueError, match=r"x: already exists; remove it first"), whole_folder(path, replace=False):
+        pass
+    with pytest.raises(RuntimeError), whole_folder(path):
+        raise RuntimeError
+    assert [p.name for p in path.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from shutil import rmtree
@@ -17,39 +19,87 @@ from uuid import uuid4
 
 DIGESTS = "digests.json"  # in a folder that we wrote: the SHA-256 of each of its files
 
+_TEMPORARY = re.compile(r"\.memopd-[0-9a-f]{32}")
+
 
 @contextmanager
 def whole(path: Path, durable: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside `path` to write to, and rename it to `path` if the block succeeds.
+    """Yield a temporary path on the same disk to write to, and rename it to `path` if the block succeeds.
 
     With `durable`, the file and its name are on the disk when the block has ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{uuid4().hex}{path.suffix}")
-    try:
+    with temporary_folder(path.parent) as folder:
+        temporary = folder / path.name
         yield temporary
         if durable:
             sync(temporary)
         temporary.replace(path)
         if durable:
             sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Do the same for a folder, which replaces an existing one."""
+def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
+    """Do the same for a folder. An existing one is replaced, or refused before the block."""
+    if path.exists() and not replace:
+        raise ValueError(f"{path}: already exists; remove it first or choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
-    temporary.mkdir()
-    try:
+    with temporary_folder(path.parent) as folder:
+        temporary = folder / path.name
+        temporary.mkdir()
         yield temporary
-        if path.exists():
-            rmtree(path)
+        if replace and path.exists():
+            path.rename(folder / f"{path.name}.old")  # not removed in place: a kill would leave half of it
         temporary.rename(path)
+
+
+@contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new folder in `parent`, which is removed after the block.
+
+    If the process is killed, the next call for the same parent removes the folder. A lock tells it that the process has
+    ended: the kernel holds the lock as long as the process has the folder open.
+    """
+    remove_leftovers(parent)
+    folder, lock = _locked_folder(parent)
+    try:
+        yield folder
     finally:
-        rmtree(temporary, ignore_errors=True)
+        rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the temporary folders of processes that were killed, and none that is in use."""
+    for folder in [parent / name for name in os.listdir(parent) if _TEMPORARY.fullmatch(name)]:
+        with suppress(OSError):  # in use, removed by another process meanwhile, or on a file system without such locks
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    while True:
+        folder = parent / f".memopd-{uuid4().hex}"
+        folder.mkdir()
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # another process removed it as a leftover before it was locked
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # another process is removing it
+        except OSError:  # a file system without such locks, where nobody removes leftovers
+            return folder, lock
+        else:
+            if folder.exists():
+                return folder, lock
+        os.close(lock)
 
 
 def sync(path: Path) -> None:

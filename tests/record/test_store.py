@@ -305,7 +305,7 @@ def test_writing_consumes_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def long_calls() -> Iterator[Episode]:
         for i in range(5):
-            sizes.append(sum(p.stat().st_size for p in tmp_path.iterdir()))
+            sizes.append(sum(p.stat().st_size for p in tmp_path.rglob("*")))
             yield Episode(f"e{i}", "t", [Call(rng.integers(0, 2**31, 20_000), [1])])
 
     write_episodes(tmp_path / "e.parquet", long_calls())

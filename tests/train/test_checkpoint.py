@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from saved import read_whole
 from tiny import workshop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from memopd import files
 from memopd.train import checkpoint
 from memopd.train.checkpoint import latest, load, read_state, save
 
@@ -96,10 +98,19 @@ def test_only_so_many_are_kept(tmp_path):
     assert read_whole(latest(tmp_path), "student")["w"][0, 0] == 5
 
 
-OPERATIONS = [(shutil, "rmtree"), (checkpoint, "save_file"), (json, "dumps"), (os, "fsync"), (checkpoint, "_steps")]
+OPERATIONS = [
+    (shutil, "rmtree"),
+    (files, "rmtree"),
+    (checkpoint, "save_file"),
+    (checkpoint, "digest"),
+    (json, "dumps"),
+    (os, "fsync"),
+    (Path, "rename"),
+    (checkpoint, "_steps"),
+]
 
 
-@pytest.mark.parametrize(("owner", "name"), OPERATIONS, ids=[name for _, name in OPERATIONS])
+@pytest.mark.parametrize(("owner", "name"), OPERATIONS, ids=[f"{owner.__name__}.{name}" for owner, name in OPERATIONS])
 @pytest.mark.parametrize("nth", range(6))
 def test_broken_off_anywhere_the_last_one_is_intact(owner, name, nth, tmp_path, monkeypatch):
     """An interruption in place of the nth use of each thing that writes."""

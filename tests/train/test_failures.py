@@ -1,5 +1,6 @@
 """What goes wrong ends with one line that says what to do, a status, and the last good checkpoint intact."""
 
+import json
 import resource
 import shutil
 from contextlib import suppress
@@ -152,20 +153,108 @@ FILES = [
 ]
 
 
+def copied(finished: Path, to: Path) -> Path:
+    """The checkpoint of step 2 in a copy of all checkpoints."""
+    return shutil.copytree(finished / "checkpoints", to / "run" / "checkpoints") / "step-000002"
+
+
+def refused(run: Path) -> str:
+    """The one line with which a checkpoint is refused, read without a command."""
+    with pytest.raises(ValueError, match=r".") as error:
+        read_state(latest(run))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 @pytest.mark.parametrize("name", [*FILES, "../latest"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
 def test_a_checkpoint_cut_short(name, share, finished, tmp_path):
-    """Read without a command: every file, cut at three places, and gone."""
-    checkpoints = shutil.copytree(finished / "checkpoints", tmp_path / "run" / "checkpoints")
-    file = (checkpoints / "step-000002" / name).resolve()
+    """Every file, cut at three places, and gone."""
+    checkpoint = copied(finished, tmp_path)
+    file = (checkpoint / name).resolve()
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
-    with pytest.raises(ValueError, match=r"cut short or missing|not a complete checkpoint") as error:
-        read_state(latest(tmp_path / "run"))
-    assert "write step-000001 into" in str(error.value) or name == "../latest"
+    line = refused(tmp_path / "run")
+    if name == "../latest":
+        assert f"write step-000002 into {file}" in line
+        return
+    assert f"write step-000001 into {checkpoint.parent / 'latest'} to continue from there" in line
     file.unlink()
-    if name != "../latest":
-        with pytest.raises(ValueError, match=r"cut short or missing|not a complete checkpoint"):
-            read_state(latest(tmp_path / "run"))
+    assert "cut short or missing" in refused(tmp_path / "run") or name == "state.json"
+
+
+@pytest.mark.parametrize("name", [*FILES, "../latest"])
+def test_a_flipped_bit_in_a_checkpoint_is_noticed(name, finished, tmp_path):
+    """Every 7th bit of the small files; of the large ones, bits that are spread over the whole file."""
+    file = (copied(finished, tmp_path) / name).resolve()
+    pointer = tmp_path / "run" / "checkpoints" / "latest"
+    data, large = file.read_bytes(), name.endswith(".safetensors")
+    for bit in range(0, 8 * len(data), 8 * len(data) // 29 if large else 7):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        assert f"into {pointer} to continue from there" in refused(tmp_path / "run")
+        if name != "../latest":  # noticed without the digest in `latest` too, which a person may have written
+            with pytest.raises(ValueError, match="to continue from there"):
+                read_state(pointer.parent / "step-000002")
+    file.write_bytes(data)
+    assert read_state(latest(tmp_path / "run"))["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (f"step-000002/{FILES[0]}", f"step-000001/{FILES[0]}"),
+        (f"step-000002/{FILES[1]}", f"step-000002/{FILES[3]}"),  # the optimisers of student and critic
+        ("step-000002/state.json", "step-000001/state.json"),
+        ("step-000002", "step-000001"),
+    ],
+)
+def test_exchanged_files_are_noticed(one, other, finished, tmp_path):
+    checkpoints = copied(finished, tmp_path).parent
+    (checkpoints / one).rename(tmp_path / "kept")
+    (checkpoints / other).rename(checkpoints / one)
+    (tmp_path / "kept").rename(checkpoints / other)
+    assert "step-000002" in refused(tmp_path / "run")
+
+
+def test_a_file_of_another_checkpoint_is_noticed(finished, tmp_path):
+    checkpoint = copied(finished, tmp_path)
+    shutil.copy(checkpoint / FILES[0], checkpoint / "student-00001-of-00002.safetensors")
+    assert "student-00001-of-00002.safetensors: not a file of this checkpoint; remove it" in refused(tmp_path / "run")
+
+
+def test_a_checkpoint_of_another_run_is_noticed(finished, tmp_path):
+    """It is complete by itself, but `latest` has the digest of the one that was there."""
+    checkpoint = copied(finished, tmp_path)
+    assert train(tmp_path / "other", "--optimise.steps", "2", "--optimise.lr", "2e-3").code == 0
+    shutil.rmtree(checkpoint)
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-000002", checkpoint)
+    assert "latest: damaged, or not of this step-000002; write step-000002 into" in refused(tmp_path / "run")
+    (checkpoint.parent / "latest").write_text("step-000002")  # on purpose
+    assert read_state(latest(tmp_path / "run"))["step"] == 2
+
+
+def test_a_checkpoint_without_digests_is_resumed(finished, tmp_path):
+    """Older versions wrote the step and the sizes only."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    for state in run.glob("checkpoints/*/state.json"):
+        content = json.loads(state.read_text())
+        state.write_text(json.dumps({name: content[name] for name in ("step", "files")}, indent=2) + "\n")
+    (run / "checkpoints" / "latest").write_text("step-000001\n")
+    assert train(run, "--optimise.steps", "2", "--resume").code == 0
+    a, b = (read_whole(r / "checkpoints" / "step-000002", "student") for r in (run, finished))
+    assert all(torch.equal(a[n], b[n]) for n in b)
+
+
+def test_a_flipped_bit_through_the_command(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    for file, what in ((run / "checkpoints/step-000002" / FILES[0], "--resume"), (run / "model/model.safetensors", "")):
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+        new = (tmp_path / "new", "--model.student", run / "model")
+        line = train(*((run, what) if what else new), "--optimise.steps", "2").line()
+        assert f"{file}: damaged, its content does not match its digest" in line
 
 
 def test_what_the_advice_says_works(finished, tmp_path):

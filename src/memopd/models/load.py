@@ -3,47 +3,80 @@
 from __future__ import annotations
 
 import copy
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
+
+from memopd.files import check_digests
+from memopd.models.folder import (
+    CONFIG,
+    check_config,
+    check_loaded,
+    check_model_files,
+    check_on_hub,
+    check_tokenizer_files,
+    explained,
+    explained_tokenizer,
+    is_folder,
+    read_object,
+)
 
 
 def check_model_folder(path: str) -> None:
-    """Refuse a folder without a model. A name with one slash and no leading dot passes, as it may be on the hub."""
-    first, *rest = path.split("/")
-    local = Path(path).exists() or path.startswith((".", "/")) or len(rest) > 1 or bool(rest and Path(first).is_dir())
-    if local and not Path(path, "config.json").is_file():
-        raise ValueError(f"{path}: there is no model here (no config.json)")
+    """Refuse a folder without a model. A name that may be on the hub passes."""
+    if is_folder(path) and not Path(path, CONFIG).is_file():
+        raise ValueError(f"{path}: there is no model here (no {CONFIG})")
 
 
 def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
     """Load a model folder or hub name. A config.json alone gives random weights from the seed."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if path.endswith(".json"):
-        config = transformers.AutoConfig.for_model(**json.loads(Path(path).read_text()))
-        torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if path.endswith(".json") and not Path(path).is_dir():
+        shape = read_object(Path(path))
+        check_config(path, shape)
+        make = partial(transformers.AutoConfig.for_model, **shape)
+        with explained(path, path, make):
+            config = make()
+            torch.manual_seed(seed)
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     check_model_folder(path)
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
-    except SafetensorError as error:
-        raise ValueError(f"{path}: its weights are cut short or damaged ({error}): copy them again") from None
+    if Path(path).is_dir():
+        check_digests(Path(path))
+        check_model_files(Path(path))
+    else:
+        check_on_hub(path)
+        check_config(f"{path}/{CONFIG}", transformers.PreTrainedConfig.get_config_dict(path)[0])
+    with explained(path, f"{path}/{CONFIG}", partial(transformers.AutoConfig.from_pretrained, path)):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=False,
+            ignore_mismatched_sizes=True, output_loading_info=True,  # so that we can name what does not fit
+        )  # fmt: skip
+    model, report = loaded
+    check_loaded(path, report)
+    return model
 
 
 def load_tokenizer(path: str, local: bool = False) -> Any:
     """The tokenizer of a model folder or hub name. `local` never uses the network."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=local, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no tokenizer can be loaded from it ({str(error).splitlines()[0]})") from None
+    if Path(path).is_dir():
+        check_digests(Path(path), skip="*.safetensors")
+        check_tokenizer_files(Path(path))
+    elif is_folder(path):
+        raise ValueError(f"{path}: there is no folder with a tokenizer here")
+    elif not local:
+        check_on_hub(path)
+    with explained_tokenizer(path):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=local, trust_remote_code=False)
+    files = tokenizer.vocab_files_names.values()  # empty for a tokenizer that needs none, such as one of bytes
+    if Path(path).is_dir() and files and not any(Path(path, file).is_file() for file in files):
+        # transformers would make a tokenizer without tokens.
+        raise ValueError(f"{path}: no tokenizer can be loaded from it (it has none of {', '.join(files)})")
+    return tokenizer
 
 
 def check_same_tokenizer(student: str, teacher: str) -> bool:

@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeAlias
 
-from memopd.files import sync, whole
+from memopd.files import remove_leftovers, sync, whole
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,8 @@ class Journal:
         return self.directory / f"{number:08d}.journal"
 
     def _segments_on_disk(self) -> list[int]:
-        for leftover in self.directory.glob(".*.journal"):  # from a process that was killed during a rewrite
+        remove_leftovers(self.directory)
+        for leftover in self.directory.glob(".*.journal"):  # an older version that was killed during a rewrite
             leftover.unlink()
         files = sorted(self.directory.glob("*.journal"))
         for path in files:

@@ -20,13 +20,12 @@ from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
-from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from memopd.files import sync
+from memopd.files import sync, temporary_folder
 from memopd.types import Call, Episode, Sampling, Segment
 
 Row: TypeAlias = dict[str, Any]  # column to value
@@ -100,19 +99,19 @@ def write_episodes(path: str | Path, episodes: Iterable[Episode], *, overwrite: 
         raise StoreError(f"{path}: exists already; choose another name or remove it (overwrite=True from Python)")
     directory = path.parent if single else path
     created = [d for d in (directory, *directory.parents) if not d.exists()]
-    temporary = directory / f".{path.stem}.{uuid4().hex}.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with temporary.open("x+b") as file:
-            written = _write(file, path, episodes)
-            _seal(file)
-        sync(temporary)
-        _publish(temporary, path, overwrite)
+        with temporary_folder(directory) as folder:
+            temporary = folder / path.name
+            with temporary.open("x+b") as file:
+                written = _write(file, path, episodes)
+                _seal(file)
+            sync(temporary)
+            _publish(temporary, path, overwrite)
         for changed in (directory, *(d.parent for d in created)):
             sync(changed)
     except BaseException:  # clean up after an interrupt too
         with suppress(OSError):  # keep a directory that another process uses by now
-            temporary.unlink(missing_ok=True)
             for directory in created:
                 directory.rmdir()
         raise

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
+from memopd.files import digest, whole_folder
 from memopd.retrieval.corpus import read_corpus
 from memopd.retrieval.index import IndexInfo, write_info
 
@@ -32,7 +28,7 @@ def build_index(
     if (kind == "dense") != (model is not None):
         raise ValueError("a dense index needs an embedding model (--model), a lexical one takes none")
     passages = read_corpus(corpus, skip_bad)
-    with _new_folder(Path(output)) as folder:
+    with whole_folder(Path(output), replace=False) as folder:
         if kind == "dense":
             from memopd.retrieval.dense import write_dense
 
@@ -44,24 +40,7 @@ def build_index(
             count, settings, versions = write_lexical(folder, track("passages", passages))
         if count == 0:
             raise ValueError(f"{corpus}: contains no passages")
-        with open(corpus, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        versions = {"memopd": version("memopd"), **versions}
-        info = IndexInfo(kind, count, passages.skipped, Path(corpus).name, digest, settings, versions)
+        corpus, versions = Path(corpus), {"memopd": version("memopd"), **versions}
+        info = IndexInfo(kind, count, passages.skipped, corpus.name, digest(corpus), settings, versions)
         write_info(folder, info)
     return info
-
-
-@contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, and rename it to `path` if the block succeeds."""
-    if path.exists():
-        raise ValueError(f"{path}: already exists; remove it first or choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
-    temporary.mkdir()
-    try:
-        yield temporary
-        os.rename(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

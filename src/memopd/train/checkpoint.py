@@ -2,8 +2,11 @@
 
     checkpoints/step-000010/
         student-00000-of-00002.safetensors   each rank's rows of every tensor, in float32
-        state.json                           step and file sizes; written last
-    checkpoints/latest                       the name of the newest complete checkpoint; written after it
+        state.json                           step, sizes and digests of the files, and a digest of itself; written last
+    checkpoints/latest                       the newest complete checkpoint and the digest of its state.json; written
+                                             after it. You may write another checkpoint's name there, without a digest.
+
+A reader checks every digest before it uses a file: a changed bit would resume silently with other weights.
 
 FSDP splits tensors along their first dimension, so a reader with another number of ranks takes the rows it needs from
 the files that contain them. The files are safetensors and JSON only, so that nothing is unpickled.
@@ -11,11 +14,14 @@ the files that contain them. The files are safetensors and JSON only, so that no
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from memopd.files import sync, whole
+from memopd.files import digest, json_object, sync, temporary_folder, whole
 from memopd.train import ranks
 
 
@@ -33,54 +39,109 @@ def save(run: Path, step: int, tensors: dict[str, dict[str, Tensor]], keep: int)
     Nothing else must be saved, because schedules, batches and seeds are functions of the step.
     """
     folder = run / "checkpoints" / f"step-{step:06d}"
-    partial = folder.with_name(f".{folder.name}.partial")
-    if ranks.rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed before it wrote `latest`
-        partial.mkdir(parents=True)
-    ranks.barrier()
-    for name, group in tensors.items():
-        _write(partial / f"{name}-{ranks.rank():05d}-of-{ranks.world():05d}.safetensors", group)
-    ranks.barrier()
-    if ranks.rank() == 0:
-        files = {f.name: f.stat().st_size for f in sorted(partial.iterdir())}
-        state = partial / "state.json"
-        state.write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n")
-        sync(state)
-        sync(partial)
-        partial.rename(folder)
-        with whole(folder.parent / "latest", durable=True) as file:
-            file.write_text(folder.name + "\n")
-        for old in _steps(folder.parent, up_to=step)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+    if first := ranks.rank() == 0:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(folder.parent) if first else nullcontext(folder) as mine:
+        partial = ranks.gather(mine)[0] / folder.name
+        if first:
+            partial.mkdir()
+        ranks.barrier()
+        parts = [_write(partial, name, group) for name, group in tensors.items()]
+        files = {part.name: part for of_rank in ranks.gather(parts) for part in of_rank}
+        if first:
+            _write_state(partial, step, files)
+            shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed before it wrote `latest`
+            partial.rename(folder)
+            with whole(folder.parent / "latest", durable=True) as file:
+                file.write_text(f"{folder.name} {digest(folder / 'state.json')}\n")
+            for old in _steps(folder.parent, up_to=step)[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
     ranks.barrier()
 
 
-def _write(file: Path, group: dict[str, Tensor]) -> None:
+class _File(NamedTuple):
+    name: str
+    size: int
+    sha256: str
+
+
+def _write(folder: Path, name: str, group: dict[str, Tensor]) -> _File:
+    file = folder / f"{name}-{ranks.rank():05d}-of-{ranks.world():05d}.safetensors"
     starts = {key: str(_start(value)) for key, value in group.items()}
     try:
         save_file({key: _local(value).cpu().contiguous() for key, value in group.items()}, file, starts)
     except SafetensorError as error:  # safetensors wraps system errors, such as a full disk
-        shutil.rmtree(file.parent, ignore_errors=True)
         raise OSError(f"{file}: cannot be written ({error}); the last checkpoint is intact") from None
     sync(file)
+    return _File(file.name, file.stat().st_size, digest(file))
+
+
+def _write_state(folder: Path, step: int, files: dict[str, _File]) -> None:
+    names = sorted(files)
+    content: dict[str, Any] = {
+        "step": step,
+        "files": {name: files[name].size for name in names},
+        "sha256": {name: files[name].sha256 for name in names},
+    }
+    state = folder / "state.json"
+    state.write_text(json.dumps(content | {"digest": _digest_of(content)}, indent=2) + "\n")
+    sync(state)
+    sync(folder)
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def latest(run: Path) -> Path | None:
+    """The folder that `latest` names. Raises an error if `latest` or the checkpoint's state.json is damaged."""
     pointer = run / "checkpoints" / "latest"
-    return pointer.parent / pointer.read_text().strip() if pointer.is_file() else None
+    if not pointer.is_file():
+        return None
+    text = pointer.read_bytes().decode(errors="replace")
+    name, _, expected = text.removesuffix("\n").partition(" ")
+    folder = pointer.parent / name
+    if not re.fullmatch(r"step-[0-9]{6,}", name) or not folder.is_dir():
+        raise ValueError(f"{pointer}: names no checkpoint, cut short or damaged; {_advice(pointer)}")
+    _state(folder)  # names state.json if it is the damaged one of the two
+    if expected and digest(folder / "state.json") != expected:
+        raise ValueError(f"{pointer}: damaged, or not of this {folder.name}; {_advice(pointer)}")
+    return folder
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The content of state.json, after a check that every file exists with its full size."""
-    try:
-        state = dict(json.loads((folder / "state.json").read_text()))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder}: not a complete checkpoint ({error}); {_advice(folder)}") from None
+    """The content of state.json, after a check of every file. All ranks must call it: each reads a share of the files.
+
+    Checkpoints of older versions have no digests; of these, only the sizes are checked.
+    """
+    state = _state(folder)
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name not in state["files"]:
+            raise ValueError(f"{file}: not a file of this checkpoint; remove it")
     for name, size in state["files"].items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
             raise ValueError(f"{file}: cut short or missing; {_advice(folder)}")
+    expected = state.get("sha256", {})
+    damaged = [name for name in ranks.share(expected) if digest(folder / name) != expected[name]]
+    for name in sorted(name for of_rank in ranks.gather(damaged) for name in of_rank):
+        raise ValueError(f"{folder / name}: damaged, its content does not match its digest; {_advice(folder)}")
+    return state
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """The content of state.json, after a check of its own digest."""
+    file = folder / "state.json"
+    try:
+        state = json_object(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: not a complete checkpoint ({error}); {_advice(folder)}") from None
+    sealed = state.pop("digest", None)
+    if ("sha256" in state or sealed is not None) and sealed != _digest_of(state):
+        raise ValueError(f"{file}: damaged, its content does not match its digest; {_advice(folder)}")
+    step, files = state.get("step"), state.get("files")
+    if not isinstance(step, int) or not isinstance(files, dict) or folder.name != f"step-{step:06d}":
+        raise ValueError(f"{file}: not the state of {folder.name}; {_advice(folder)}")
     return state
 
 

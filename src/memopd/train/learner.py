@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from memopd.config import RunConfig
-from memopd.files import whole_folder
+from memopd.files import whole_folder, write_digests
 from memopd.models.adapters import save_adapter
 from memopd.models.load import check_same_tokenizer
 from memopd.score import Divergence, Head, divergence_of
@@ -116,7 +116,10 @@ def export_policy(output: Path, root: PolicyRoot, tokenizer: Any, base: str) -> 
 
 
 def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:
-    """Write the trained policy to RUN/model, where any Hugging Face program can load it."""
+    """Write the trained policy to RUN/model, where any Hugging Face program can load it.
+
+    `digests.json` is for our own readers: they notice a file that was damaged later.
+    """
     first = ranks.rank() == 0
     weights = {name: value.cpu() for name, value in whole_weights(root) if first}
     if first:
@@ -126,4 +129,5 @@ def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:
                 root.model.save_pretrained(folder, state_dict=weights)
             except SafetensorError as error:
                 raise OSError(f"{output / 'model'}: cannot be written ({error}); --resume writes it again") from None
+            write_digests(folder)
     ranks.barrier()

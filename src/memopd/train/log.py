@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memopd.config import RunConfig, from_tables
-from memopd.files import json_lines, sync, whole
+from memopd.files import json_lines, remove_leftovers, sync, whole
 from memopd.record import write_episodes
 from memopd.train import ranks
 from memopd.train.checkpoint import latest, read_state
@@ -29,8 +27,6 @@ from memopd.train.traces import Trace, write_traces
 from memopd.types import Episode
 
 log = logging.getLogger("memopd")
-
-UNFINISHED = re.compile(r"\.partial$|\.[0-9a-f]{32}(\.|$)")  # temporary files that were never renamed
 
 
 @dataclass(slots=True)
@@ -128,9 +124,8 @@ def _cut_back(path: Path, first: int) -> None:
     for part in [*path.glob("episodes/step-*"), *path.glob("traces/step-*"), *path.glob("equivalence/step-*")]:
         if int(part.stem.split("-")[1]) >= first:
             part.unlink()
-    for left in [*path.glob(".*"), *path.glob("*/.*")]:
-        if UNFINISHED.search(left.name):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for folder in (path, *(f for f in path.iterdir() if f.is_dir())):
+        remove_leftovers(folder)
 
 
 def _difference(before: RunConfig, now: RunConfig) -> str:
