@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from memopd.types import Floats, Ids, Sampling, StopReason
 
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # stop strings per request, and characters of each
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -24,6 +26,22 @@ class Request:
     stop: tuple[str, ...] = ()  # stop strings; the token in which one ends is kept whole
     episode: str = ""  # the episode that the request belongs to; scripted policies and logs read it
     purpose: str = ""  # Call.purpose; empty for the agent's actions
+
+    def __post_init__(self) -> None:
+        if problem := stop_problem(self.stop):
+            name = f"episode {self.episode!r}: " if self.episode else ""
+            raise ValueError(f"{name}stop: {problem}")
+
+
+def stop_problem(stop: Sequence[str]) -> str:
+    """What is wrong with these stop strings; empty if nothing is."""
+    if len(stop) > MAX_STOPS:
+        return f"at most {MAX_STOPS} stop strings, got {len(stop)}"
+    if not all(stop):
+        return "a stop string must not be empty"
+    if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
+        return f"at most {MAX_STOP_LENGTH} characters per stop string, got {longest}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from memopd import schema
+from memopd.engine.protocol import stop_problem
 from memopd.gateway.drift import Reply, chat_ids, encode
 from memopd.types import Sampling
 
@@ -99,6 +100,8 @@ def _stops(value: Any) -> Any:
     stops = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if not isinstance(stops, tuple) or not all(stops):
         raise ValueError("must be a string or a list of strings, none empty")
+    if problem := stop_problem([s for s in stops if isinstance(s, str)]):
+        raise ValueError(problem)
     return stops
 
 
