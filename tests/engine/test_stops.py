@@ -62,11 +62,15 @@ def test_other_vocabularies_decode_token_by_token():
         ("東", [b"\xe6\x9d", b"\xe6", b"\x9d\xb1"], 2),  # bytes that are no character before it
         ("b", ["a", "", "b"], 2),  # tokens that add nothing
         ("</a>", ["</", "a", "x>"], None),
+        (("abcd", "bc"), ["a", "b", "c"], 2),  # the second begins inside the first
+        (("abcd", "bce"), ["abc", "e"], 1),
+        (("ab", "abc"), ["a", "b"], 1),
+        (("abc", "ab"), ["a", "b"], 1),
     ],
 )
 def test_where_a_stop_string_ends(stop, tokens, ends):
     vocabulary = [t.encode() if isinstance(t, str) else t for t in tokens]
-    stops = Stops((stop,), vocabulary)
+    stops = Stops((stop,) if isinstance(stop, str) else stop, vocabulary)
     ids = list(range(len(tokens)))
     assert next((i for i in ids if stops.end(ids[: i + 1])), None) == ends
 
@@ -115,7 +119,7 @@ def test_limits_of_a_request(stop, said):
 
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=40),
-    st.lists(st.text("ab<é東", min_size=1, max_size=6), min_size=1, max_size=6),
+    st.lists(st.text("ab", min_size=2, max_size=6) | st.text("ab<é東", min_size=1, max_size=6), min_size=1, max_size=6),
 )
 def test_as_if_all_text_were_searched(tokens, strings):
     vocabulary = [b"a", b"ab<", b"<", b"\xc3", b"\xa9a", b"", b"b\xe6\x9d", b"\xb1b"]

@@ -68,7 +68,7 @@ class Fake:
                     "/health": {},
                     "/version": {"version": "0.32.0"},
                     "/weight_info": {"weight_version": fake.label},
-                    "/v1/models": {"data": [{"root": "fake"}]},
+                    "/v1/models": {"data": [{"root": "fake", "max_model_len": fake.max_length}]},
                 }
                 if self.path in answers:
                     return self.say(200, answers[self.path])

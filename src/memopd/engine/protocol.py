@@ -72,6 +72,11 @@ class LiveEngine(Engine, Protocol):
     tokenizer: Any  # a Hugging Face tokenizer
     version: int  # of the policy; every completion carries the version that sampled it
 
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of prompt and completion together; None if the engine does not know."""
+        ...
+
     def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
         """The engine's thread calls `on_token` with every id as soon as it is sampled."""
         ...

@@ -90,7 +90,7 @@ class Stops:
 
 
 def stops_of(tokenizer: Any, size: int) -> Any:
-    """A function from strings to Stops, for a vocabulary of `size` ids. It builds the automaton of the same strings once.
+    """A function from strings to Stops, for a vocabulary of `size` ids. It builds each automaton once.
 
     It keeps few automata, because the longest stop strings that a request may have take megabytes.
     """
