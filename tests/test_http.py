@@ -165,7 +165,10 @@ def test_pages_in_a_real_browser(engine, tmp_path):
             return page.run("window.seen"), httpx.get(f"{url}/episodes/e1").json()["finished"]
 
         foreign = f"http://127.0.0.1:{site.server_address[1]}/"
-        assert attack(foreign, url) == ([0, 0, None, None], False)  # twice no answer that it may read, twice none at all
+        assert attack(foreign, url) == (
+            [0, 0, None, None],
+            False,
+        )  # twice no answer that it may read, twice none at all
         rebound = f"http://evil.example:{port}"
         assert attack(f"{rebound}/health", rebound) == ([421, 421, 421, page.run("window.seen[3]")], False)
         assert "wrong_host" in page.run("window.seen[3]")

@@ -41,6 +41,7 @@ class Fake:
     def __init__(self):
         self.lacks = set()
         self.label = "default"
+        self.max_length = None
         self.raw = False
         self.before = lambda body: None
         self.answered = []  # the prompt of every completion that was sent
@@ -210,6 +211,14 @@ def connect(fakes):
     yield connect
     for engine in engines:
         engine.close()
+
+
+def test_the_shortest_context_of_the_servers_counts(fakes, connect):
+    fakes[0].max_length, fakes[1].max_length = 4096, 1024
+    assert connect().max_length == 1024
+    fakes[1].lacks.add("/v1/models")
+    assert connect().max_length == 4096
+    assert connect(fakes[1]).max_length is None
 
 
 def some(count):
