@@ -37,7 +37,7 @@ def process(store: Path, port: int, program: Sequence[str | Path] = (sys.executa
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen([*program, store, str(port)], stderr=subprocess.PIPE, text=True) as server:
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + 300  # a busy machine takes long to import torch
             while server.poll() is None:
                 assert time.monotonic() < end
                 try:

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 MAX_BODY = 16 << 20
 _NAME = re.compile(r"[\w.:@+=,~-]{1,200}")  # an episode's name, which is part of a path and of log lines
 _DRIFT_HEADER, _TRAINING_HEADER = "x-memopd-drift", "x-memopd-training"
-_TOKENIZERS = 4  # prompts that are encoded at once: a long one must not hold up the other sessions
+_TOKENIZERS = 3  # prompts that are encoded at once: a long one must not hold up the other sessions
 
 
 def create_app(
@@ -145,9 +145,13 @@ class _Gateway:
         self._finishing: set[str] = set()
         self._finished = asyncio.Event()  # set while finished episodes are not in the store yet
         self._compactor: asyncio.Task[None] | None = None
-        # Threads, because the event loop must not wait. A tokenizer is not thread-safe, so each thread has a copy.
+        # Threads, because the event loop must not wait. A tokenizer is not thread-safe, so each thread has a copy; the
+        # copies are made here, because copying a large one stops all threads for a second.
         self._local = threading.local()
-        self._tokenizing = ThreadPoolExecutor(_TOKENIZERS, "tokenizer", self._copy_tokenizer)
+        copies = [deepcopy(engine.tokenizer) for _ in range(_TOKENIZERS)]
+        self._tokenizing = ThreadPoolExecutor(
+            _TOKENIZERS, "tokenizer", lambda: setattr(self._local, "tokenizer", copies.pop())
+        )
         self._replies: WeakKeyDictionary[Recorded, Reply] = WeakKeyDictionary()  # a cache of the decoded completions
 
     # Start and stop
@@ -184,9 +188,6 @@ class _Gateway:
             self._ledger.compact()
         except (ValueError, OSError) as error:  # nothing is lost: the journal still has the episodes
             log.error("finished episodes are not in the store yet: %s", error)
-
-    def _copy_tokenizer(self) -> None:
-        self._local.tokenizer = deepcopy(self._engine.tokenizer)
 
     # Routes
 
