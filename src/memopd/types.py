@@ -57,6 +57,26 @@ class Sampling:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"Sampling.max_tokens must be 1 or more, got {self.max_tokens!r}")
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token may be sampled. Training requires it: ratios need the policy's own probabilities."""
+        return self.top_p == 1 and self.top_k == 0
+
+    @property
+    def training_note(self) -> str:
+        """What training will say about completions that were sampled so; empty for the default settings.
+
+        >>> Sampling(top_p=0.9).training_note
+        'training cannot use it: sampled with top-p or top-k, not from the whole distribution'
+        >>> Sampling(temperature=0.01).training_note
+        'training can use it only with sampling.temperature = 0.01'
+        """
+        if not self.is_whole:
+            return "training cannot use it: sampled with top-p or top-k, not from the whole distribution"
+        if self.temperature != 1:
+            return f"training can use it only with sampling.temperature = {self.temperature}"
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from memopd.engine.stops import Stops, vocabulary_bytes
+from memopd.engine.protocol import MAX_STOPS, Request
+from memopd.engine.stops import FOUND, Stops, vocabulary_bytes
 
 TEXT = "naïve </search> 東京 is 🦊 and </answer>!\n"
 
@@ -61,30 +62,75 @@ def test_other_vocabularies_decode_token_by_token():
         ("東", [b"\xe6\x9d", b"\xe6", b"\x9d\xb1"], 2),  # bytes that are no character before it
         ("b", ["a", "", "b"], 2),  # tokens that add nothing
         ("</a>", ["</", "a", "x>"], None),
+        (("abcd", "bc"), ["a", "b", "c"], 2),  # the second begins inside the first
+        (("abcd", "bce"), ["abc", "e"], 1),
+        (("ab", "abc"), ["a", "b"], 1),
+        (("abc", "ab"), ["a", "b"], 1),
     ],
 )
 def test_where_a_stop_string_ends(stop, tokens, ends):
     vocabulary = [t.encode() if isinstance(t, str) else t for t in tokens]
-    stops = Stops((stop,), vocabulary)
+    stops = Stops((stop,) if isinstance(stop, str) else stop, vocabulary)
     ids = list(range(len(tokens)))
     assert next((i for i in ids if stops.end(ids[: i + 1])), None) == ends
 
 
-def test_only_tokens_that_could_end_one_are_looked_at():
-    stops = Stops(("</a>", "stop"), [b"<", b"/", b"a>", b">", b"x", b"non-stop", b"p.", b"top", b"o", b"st"])
-    assert stops.candidates == {2, 3, 5, 6, 7}
+def test_the_automaton_is_as_large_as_the_strings():
+    """60,000 characters once took 1.7 GB: every end of a string was kept."""
+    strings = tuple(f"{first}{'ab' * 127}é" for first in "cdefghijklmnopqr")
+    assert len(strings) == MAX_STOPS
+    size = sum(len(s.encode()) for s in strings)
+    assert Stops(strings, []).states == size - len(strings) + 1  # the last byte of a string needs no state of its own
+    assert Stops(strings[:4], []).states == size // 4 - 3
+    assert Stops(("aaaa", "aab", "aaaa"), []).states == 4  # "", a, aa, aaa: equal beginnings are one
+
+
+def test_a_token_costs_its_own_bytes():
+    """Bytes that are read again after a false start are at most as many as were read before it."""
+    stops = Stops(("a" * 255 + "b",), [b"a", b"c"])
+    steps = 0
+
+    class Counted(dict):
+        def get(self, byte):
+            nonlocal steps
+            steps += 1
+            return dict.get(self, byte)
+
+    stops._next = [Counted(d) for d in stops._next]
+    state = 0
+    for token in ([0] * 254 + [1]) * 20:
+        state = stops.after(state, token)
+    assert steps <= 2 * 255 * 20
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        (("x",) * 17, "stop: at most 16 stop strings, got 17"),
+        (("é" * 257,), "stop: at most 256 characters per stop string, got 257"),
+        (("a", ""), "stop: a stop string must not be empty"),
+    ],
+)
+def test_limits_of_a_request(stop, said):
+    with pytest.raises(ValueError, match=said):
+        Request([1], seed=0, stop=stop)
+    Request([1], seed=0, stop=("é" * 256,) * 16)
 
 
 @given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=30), st.lists(st.text("ab<é", min_size=1, max_size=4), min_size=1)
+    st.lists(st.integers(0, 7), min_size=1, max_size=40),
+    st.lists(st.text("ab", min_size=2, max_size=6) | st.text("ab<é東", min_size=1, max_size=6), min_size=1, max_size=6),
 )
 def test_as_if_all_text_were_searched(tokens, strings):
-    vocabulary = [b"a", b"ab<", b"<", b"\xc3", b"\xa9a", b""]
+    vocabulary = [b"a", b"ab<", b"<", b"\xc3", b"\xa9a", b"", b"b\xe6\x9d", b"\xb1b"]
     stops = Stops(tuple(strings), vocabulary)
+    state = 0
     for n in range(1, len(tokens) + 1):
         text, before = (b"".join(vocabulary[t] for t in tokens[:m]) for m in (n, n - 1))
         found = any(s.encode() in text for s in strings)
         assert stops.end(tokens[:n]) == found
+        state = stops.after(state, tokens[n - 1])
+        assert (state == FOUND) == found
         if found:
             break
         assert not any(s.encode() in before for s in strings)

@@ -42,6 +42,7 @@ class Fake:
     def __init__(self):
         self.lacks = set()
         self.label = "default"
+        self.max_length = None
         self.raw = False
         self.before = lambda body: None
         self.answered = []  # the prompt of every completion that was sent
@@ -72,7 +73,12 @@ class Fake:
                     "/health": {},
                     "/version": {"version": "0.32.0"},
                     "/weight_info": {"weight_version": fake.label},
-                    "/v1/models": {"data": [{"id": "fake", "root": "fake"}, *({"id": a} for a in fake.adapters)]},
+                    "/v1/models": {
+                        "data": [
+                            {"id": "fake", "root": "fake", "max_model_len": fake.max_length},
+                            *({"id": a} for a in fake.adapters),
+                        ]
+                    },
                 }
                 if self.path in answers:
                     return self.say(200, answers[self.path])
@@ -229,6 +235,14 @@ def connect(fakes):
     yield connect
     for engine in engines:
         engine.close()
+
+
+def test_the_shortest_context_of_the_servers_counts(fakes, connect):
+    fakes[0].max_length, fakes[1].max_length = 4096, 1024
+    assert connect().max_length == 1024
+    fakes[1].lacks.add("/v1/models")
+    assert connect().max_length == 4096
+    assert connect(fakes[1]).max_length is None
 
 
 def some(count):

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import openai
-import uvicorn
 
+from memopd import http
 from memopd.engine.protocol import Completion, Request, Ticket
 from memopd.gateway.server import create_app
 from memopd.types import StopReason
@@ -105,12 +105,10 @@ class Scripted:
 
 
 @contextmanager
-def serving(engine: Any, store: Path, **settings: Any) -> Iterator[str]:
+def serving(engine: Any, store: Path, protocol: type[http.Protocol] = http.Protocol, **settings: Any) -> Iterator[str]:
     """The address of a gateway in this process."""
     app = create_app(engine, store, model=MODEL, **{"store_delay": 0.05} | settings)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=2, log_config=None)
-    )
+    server = http.server(app, protocol, timeout_graceful_shutdown=2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -146,4 +144,4 @@ if __name__ == "__main__":
         model=MODEL,
         store_delay=0.1,
     )
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error", access_log=False)
+    http.server(app, host="127.0.0.1", port=int(sys.argv[2])).run()

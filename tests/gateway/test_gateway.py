@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -15,11 +16,14 @@ import openai
 import pytest
 from gateway_parts import MODEL, Scripted, client, encode, letters, serving, tokenizer, until, user
 
+from memopd.engine.stops import vocabulary_bytes
+from memopd.gateway import drift, openai_api
 from memopd.gateway import server as module
 from memopd.record import journal, read_episodes
 from memopd.types import Sampling, StopReason
 
 EOS = tokenizer().eos_token_id
+JSON = {"content-type": "application/json"}
 SAID = "the river flows past the old town"
 
 
@@ -211,6 +215,8 @@ REFUSED = [
     ("chat/completions", {"seed": -1}, "seed"),
     ("chat/completions", {"stop": ["a", ""]}, "stop"),
     ("chat/completions", {"stop": 5}, "stop"),
+    ("chat/completions", {"stop": ["secret"] * 17}, "stop"),
+    ("chat/completions", {"stop": "secret" * 43}, "stop"),
     ("chat/completions", {"stream": "yes"}, "stream"),
     ("chat/completions", {"stream_options": {"include_everything": True}}, "stream_options"),
     ("chat/completions", {"messages": []}, "messages"),
@@ -248,7 +254,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, caplog):
             if ... in body.values() or path == "completions":
                 answer = ask(url, path, **body)
             else:
-                answer = httpx.post(f"{url}/episodes/e1/v1/{path}", content=content)
+                answer = httpx.post(f"{url}/episodes/e1/v1/{path}", content=content, headers=JSON)
             error = answer.json()["error"]
             assert (answer.status_code, error["param"], error["type"]) == (400, field, "invalid_request_error"), body
             assert field is None or field in error["message"]
@@ -286,12 +292,111 @@ def test_temperature_0_is_top_k_of_one(tmp_path, caplog):
     assert [call.trainable for call in mixed.calls] == [False, False, False, True]
     assert mixed.actions == mixed.calls
     assert {call.purpose for call in mixed.calls} == {""}
-    assert lines(caplog) == [
+    unusable = "training cannot use it: sampled with top-p or top-k, not from the whole distribution"
+    assert sorted(lines(caplog)) == [
         "episode e1: 3 of 4 calls are context only: the episode was sampled with temperature 1.0, top_p 1.0, top_k 0, "
-        "but call 0 with temperature 1.0, top_p 1.0, top_k 1"
+        "but call 0 with temperature 1.0, top_p 1.0, top_k 1",
+        f"episode e1: call 0: {unusable}",  # said at the first call, and not again for the others of the episode
+        f"episode e2: call 4: {unusable}",
     ]
     assert greedy.sampling == Sampling(top_k=1, max_tokens=7)  # which training refuses
     assert greedy.calls[0].trainable
+
+
+def test_what_training_will_say_is_in_a_header(tmp_path, caplog):
+    with serving(Scripted(lambda request: SAID), tmp_path) as url, caplog.at_level(logging.WARNING):
+        said = [
+            ask(url, episode=episode, temperature=temperature, stream=stream).headers.get("x-memopd-training")
+            for episode, temperature in (("e1", 1), ("e1", 0.01), ("e1", 0.01), ("e2", 0.01))
+            for stream in (False, True)
+        ]
+    note = "training can use it only with sampling.temperature = 0.01"
+    assert said == [None] * 2 + [note] * 6
+    assert lines(caplog) == [f"episode e1: call 2: {note}", f"episode e2: call 6: {note}"]
+
+
+# Prompts that take long to encode.
+
+
+LONGEST = max(len(text) for text in vocabulary_bytes(tokenizer(), len(tokenizer())))
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path, monkeypatch):
+    engine = Scripted(lambda request: SAID)
+    engine.max_length = 100
+    encoded = []
+    for part in (drift, openai_api):
+        counted = partial(lambda encode, *args, **rest: encoded.append(args[1]) or encode(*args, **rest), part.encode)
+        monkeypatch.setattr(part, "encode", counted)
+    with serving(engine, tmp_path) as url:
+        long, half = "é" * (50 * LONGEST + 1), "é" * (25 * LONGEST)
+        for body in (
+            {"path": "completions", "prompt": long},  # by its bytes
+            {"path": "completions", "prompt": long * 2},  # by its characters
+            {"messages": [user(long)]},
+            {"messages": [user(half), user(half)]},  # by what the template adds
+        ):
+            answer = ask(url, **body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert error["message"].endswith(f"100 tokens have at most {100 * LONGEST} bytes")
+        assert encoded == []
+        assert engine.requests == []
+        assert ask(url, "completions", prompt=long[:-1]).status_code == 200  # the engine counts its tokens
+        assert encoded == [long[:-1]]
+
+
+def test_a_prompt_of_the_longest_tokens_is_not_refused(tmp_path):
+    vocabulary = vocabulary_bytes(tokenizer(), len(tokenizer()))
+    word = next(text for text in vocabulary if len(text) == LONGEST).decode()
+    engine = Scripted(lambda request: SAID)
+    engine.max_length = 40
+    with serving(engine, tmp_path) as url:
+        assert ask(url, "completions", prompt=word * 40).status_code == 200
+    assert len(engine.requests[0].prompt) == 40
+
+
+def test_a_slow_prompt_holds_nobody_up_and_a_hang_up_ends_it(tmp_path, monkeypatch):
+    """A tokenizer's thread cannot be stopped, but nothing waits for it, and what waits for it is never encoded."""
+    go, begun, encode = threading.Event(), [], openai_api.encode
+
+    def slow(tokenizer, text, special=False):
+        begun.append((text, id(tokenizer)))
+        assert not text.startswith("slow") or go.wait(60)
+        return encode(tokenizer, text, special)
+
+    monkeypatch.setattr(openai_api, "encode", slow)
+    engine = Scripted(lambda request: SAID)
+    with serving(engine, tmp_path) as url, ThreadPoolExecutor(8) as pool:
+
+        def hang_up(text):
+            with pytest.raises(openai.APITimeoutError):
+                client(url, "e1", timeout=1.0).completions.create(model=MODEL, prompt=text)
+
+        for n in range(module._TOKENIZERS - 1):
+            pool.submit(hang_up, f"slow {n}")
+        until(lambda: len(begun) == module._TOKENIZERS - 1)
+        assert ask(url, "completions", episode="e2", prompt="quick").status_code == 200
+        last = [pool.submit(hang_up, f"slow {n}") for n in range(10, 13)]  # one of them takes the last thread
+        for one in last:
+            one.result(60)
+        until(lambda: httpx.get(f"{url}/health").json()["running"] == 0)
+        go.set()
+        assert ask(url, "completions", episode="e2", prompt="quick").status_code == 200
+        assert finish(url, "e1").status_code == 404
+    assert [text for text, _ in begun].count("quick") == 2
+    assert len([text for text, _ in begun if text.startswith("slow")]) == module._TOKENIZERS
+    assert len({tokenizer for _, tokenizer in begun}) == module._TOKENIZERS  # no two threads share one
+    assert len(engine.requests) == 2
+
+
+def test_stop_strings_are_prepared_off_the_event_loop(tmp_path):
+    """The engine builds their automaton in `submit`."""
+    threads = []
+    engine = Scripted(lambda request: threads.append(threading.current_thread().name) or SAID)
+    with serving(engine, tmp_path) as url:
+        assert ask(url, stop=["x" * 256] * 16).status_code == 200
+    assert threads[0].startswith("asyncio")  # the pool of asyncio.to_thread
 
 
 # Failures: the right status, one line, others untouched.
@@ -300,13 +405,16 @@ def test_temperature_0_is_top_k_of_one(tmp_path, caplog):
 def test_failures(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(module, "MAX_BODY", 10_000)
     engine = Scripted(lambda request: SAID * 20, pace=0.01)
-    key = {"authorization": "Bearer correct"}
+    key = {"authorization": "Bearer correct"} | JSON
     chat = {"model": MODEL, "messages": [user("secret words")]}
     good = json.dumps(chat).encode()
     with serving(engine, tmp_path, token="correct") as url, caplog.at_level(logging.INFO):
         here = f"{url}/episodes/e1"
         cases = [
             ("POST", f"{here}/v1/chat/completions", {}, good, 401, "invalid_api_key"),
+            ("POST", f"{here}/v1/chat/completions", key | {"content-type": "text/plain"}, good, 415, "not_json"),
+            ("POST", f"{here}/v1/chat/completions", key | {"host": "secret.example"}, good, 421, "wrong_host"),
+            ("POST", f"{here}/v1/chat/completions", key | {"origin": "http://secret"}, good, 403, "foreign_origin"),
             ("POST", f"{here}/v1/chat/completions", {"authorization": "Bearer corre"}, good, 401, "invalid_api_key"),
             ("POST", f"{here}/v1/chat/completions", {"authorization": b"Bearer \xe9"}, good, 401, "invalid_api_key"),
             ("POST", f"{here}/reward", {}, b'{"reward": 1}', 401, "invalid_api_key"),

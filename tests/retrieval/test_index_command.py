@@ -118,6 +118,12 @@ def test_a_port_that_is_taken(folder):
         memopd("serve", "retrieval", folder, "--port", taken.getsockname()[1])
 
 
+def test_other_machines_need_a_token(folder, monkeypatch):
+    monkeypatch.delenv("MEMOPD_RETRIEVAL_TOKEN", raising=False)
+    with pytest.raises(ValueError, match="set MEMOPD_RETRIEVAL_TOKEN to a secret"):
+        memopd("serve", "retrieval", folder, "--host", "0.0.0.0")
+
+
 def test_nothing_heavy_is_imported_for_help():
     heavy = {"tantivy", "torch", "fastapi", "faiss", "httpx", "uvicorn", "transformers"}
     check = f"import sys, memopd.cli.retrieval, memopd.retrieval; assert not {heavy!r} & sys.modules.keys()"

@@ -15,6 +15,8 @@ from memopd.retrieval import Hit, Passage, build_index, open_index, write_corpus
 from memopd.retrieval.batcher import Batcher
 from memopd.retrieval.server import Limits, create_app
 
+JSON = {"content-type": "application/json"}
+
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
@@ -159,7 +161,7 @@ def test_limits_and_types(url, request_, said):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"queries": ["\\ud800"]}', b"[" * 9000])
 def test_broken_bodies_are_one_line(url, body):
-    response = httpx.post(f"{url}/retrieve", content=body)
+    response = httpx.post(f"{url}/retrieve", content=body, headers=JSON)
     assert response.status_code == 422
     assert "\n" not in response.json()["detail"]
 
@@ -175,7 +177,7 @@ def test_a_body_too_large_is_not_read_to_its_end(url, chunked):
 
     body = parts() if chunked else b" " * 10_000_000
     try:
-        response = httpx.post(f"{url}/retrieve", content=body)
+        response = httpx.post(f"{url}/retrieve", content=body, headers=JSON)
     except httpx.TransportError:  # it hung up on us while we were sending
         assert len(sent) < 1000
         return
@@ -201,4 +203,4 @@ def test_the_largest_request_fits(index):
     with serving(create_app(index, limits)) as url:
         body = json.dumps({"queries": ["\U0001f600" * limits.characters] * limits.queries})
         assert len(body) > 20_000_000
-        assert httpx.post(f"{url}/retrieve", content=body, timeout=60).status_code == 200
+        assert httpx.post(f"{url}/retrieve", content=body, headers=JSON, timeout=60).status_code == 200

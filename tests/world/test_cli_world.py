@@ -152,3 +152,11 @@ def test_errors_say_what_to_do(world, tmp_path, arguments, says):
     said = memopd("rollout", world / "tasks/dev-q1.parquet", *options, *arguments, status=2)
     assert says in said
     assert "Traceback" not in said
+
+
+def test_a_rollout_says_at_its_start_what_training_will_ask(world, tmp_path, caplog):
+    options = ["--index", world / "index", "-o", tmp_path / "e", "--model", "/nowhere/at/all"]  # nothing is sampled
+    for temperature, said in ((1.0, []), (0.01, ["training can use it only with sampling.temperature = 0.01"])):
+        caplog.clear()
+        memopd("rollout", world / "tasks/dev-q1.parquet", *options, "--temperature", temperature, status=2)
+        assert [r.getMessage() for r in caplog.records] == [f"{tmp_path / 'e'}: {line}" for line in said]

@@ -9,9 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from memopd.cli.options import Adapter, Precision, check_adapter, load_model, policy_name
-
-TOKEN = "MEMOPD_GATEWAY_TOKEN"
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from memopd.gateway import TOKEN
 
 
 def gateway(
@@ -44,9 +42,9 @@ def gateway(
     """
     if model is None and server is None:
         raise ValueError("give --model PATH, or --server URL")
-    token = os.environ.get(TOKEN) or None
-    if token is None and host not in _LOOPBACK:
-        raise ValueError(f"set {TOKEN} to a secret, or use --host 127.0.0.1: other machines can reach {host}")
+    from memopd.http import token_of
+
+    token = token_of(TOKEN, host)
     if model is None:
         assert server is not None
         model = _served(server.split(",")[0])
@@ -73,14 +71,13 @@ def gateway(
 
 def serve(engine: Any, store: Path, name: str, token: str | None, host: str, port: int) -> None:
     """Serve until the process is asked to stop."""
-    import uvicorn
-
     from memopd.gateway.server import create_app
+    from memopd.http import server
 
-    app = create_app(engine, store, model=name, token=token)
+    app = create_app(engine, store, model=name, token=token, host=host)
     print(f"memopd: {name!r} at http://{host}:{port}/episodes/NAME/v1, recording to {store}", flush=True)
-    # The gateway logs failed requests, one line each. Calls that still run 10 s after the stop are aborted.
-    uvicorn.run(app, host=host, port=port, log_level="error", access_log=False, timeout_graceful_shutdown=10)
+    # Calls that still run 10 s after the stop are aborted.
+    server(app, host=host, port=port, timeout_graceful_shutdown=10).run()
 
 
 def _served(url: str) -> str:

@@ -65,7 +65,10 @@ def info(
 def retrieval(
     folder: Annotated[Path, typer.Argument(metavar="INDEX", help="An index folder.")],
     host: Annotated[
-        str, typer.Option(help="The address to listen on; by default only this machine can connect.")
+        str,
+        typer.Option(
+            help="The address to listen on. One that other machines can reach requires MEMOPD_RETRIEVAL_TOKEN."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
     topk: Annotated[int, typer.Option(help="Passages per query if a request does not say how many.")] = 3,
@@ -77,15 +80,17 @@ def retrieval(
     """Serve an index with Search-R1's protocol: POST /retrieve, GET /health."""
     import socket
 
-    import uvicorn
-
+    from memopd.http import server, token_of
     from memopd.retrieval import open_index, read_info
+    from memopd.retrieval.client import TOKEN
     from memopd.retrieval.server import Limits, create_app
 
+    token = token_of(TOKEN, host)
     known = read_info(folder)
     if known.kind == Kind.dense:
         _quiet()
-    app = create_app(open_index(folder, model), Limits(max_queries, max_length, max_topk), topk)
+    limits = Limits(max_queries, max_length, max_topk)
+    app = create_app(open_index(folder, model), limits, topk, token=token, host=host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server(
         (host, port), family=family
@@ -93,7 +98,7 @@ def retrieval(
         where = f"[{host}]" if ":" in host else host
         url = f"http://{where}:{listening.getsockname()[1]}/retrieve"
         print(f"{url}: {known.passages:,} passages, {known.kind}", flush=True)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+        server(app).run(sockets=[listening])
 
 
 def _quiet() -> None:

@@ -117,6 +117,8 @@ def rollout(
     pairs = [pair for pair in pairs if pair[0] not in done]
     if done:
         log.info(f"{output}: has {len(done)} episodes already; {len(pairs)} are missing")
+    if play.model and sampling.training_note:
+        log.warning(f"{output}: {sampling.training_note}")
     agent = agents(play, sampling)(pairs, seed)
     episodes = (episode for episode, _ in played(agent, pairs, seed))
     written = sum(write_episodes(output, part) for part in in_parts(progress(episodes, len(pairs))))

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from memopd.types import Floats, Ids, Sampling, StopReason
 
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # stop strings per request, and characters of each
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -24,6 +26,22 @@ class Request:
     stop: tuple[str, ...] = ()  # stop strings; the token in which one ends is kept whole
     episode: str = ""  # the episode that the request belongs to; scripted policies and logs read it
     purpose: str = ""  # Call.purpose; empty for the agent's actions
+
+    def __post_init__(self) -> None:
+        if problem := stop_problem(self.stop):
+            name = f"episode {self.episode!r}: " if self.episode else ""
+            raise ValueError(f"{name}stop: {problem}")
+
+
+def stop_problem(stop: Sequence[str]) -> str:
+    """What is wrong with these stop strings; empty if nothing is."""
+    if len(stop) > MAX_STOPS:
+        return f"at most {MAX_STOPS} stop strings, got {len(stop)}"
+    if not all(stop):
+        return "a stop string must not be empty"
+    if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
+        return f"at most {MAX_STOP_LENGTH} characters per stop string, got {longest}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +71,11 @@ class LiveEngine(Engine, Protocol):
 
     tokenizer: Any  # a Hugging Face tokenizer
     version: int  # of the policy; every completion carries the version that sampled it
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of prompt and completion together; None if the engine does not know."""
+        ...
 
     def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
         """The engine's thread calls `on_token` with every id as soon as it is sampled."""

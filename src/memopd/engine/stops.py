@@ -9,47 +9,93 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
+
+FOUND = -1  # in place of a state: a stop string has ended
 
 
 class Stops:
     """The stop strings of a request. The token in which one ends is the last one, and is kept whole.
 
+    An Aho-Corasick automaton reads the bytes of the completion. Its state is the longest beginning of a stop string
+    with which the text so far ends, so a sequence keeps one number, and a token costs its own bytes and nothing else.
+
     >>> stops = Stops(("</a>",), [b"x", b"</", b"a>!", b">"])
+    >>> stops.after(stops.after(0, 1), 2) == FOUND
+    True
     >>> stops.end([0, 1, 2]), stops.end([0, 1]), stops.end([1, 0, 2])
     (True, False, False)
     """
 
     def __init__(self, strings: tuple[str, ...], vocabulary: Sequence[bytes]) -> None:
         self.vocabulary = vocabulary
-        self.strings = [s.encode() for s in strings]
-        self.reach = max(map(len, self.strings), default=1) - 1  # bytes before a token that can be part of a match
-        # Only a token that contains a stop string, or starts with the end of one, can complete it. Most tokens cannot.
-        ends = tuple({s[i:] for s in self.strings for i in range(len(s))})
-        self.candidates = frozenset(
-            i for i, text in enumerate(vocabulary) if text.startswith(ends) or any(s in text for s in self.strings)
-        )
+        self._next: list[dict[int, int]] = [{}]  # the state after one more byte of a stop string
+        for string in strings:
+            self._add(string.encode())
+        self._shorter = self._failures()
+
+    @property
+    def states(self) -> int:
+        """One for every beginning of a stop string: at most one more than the stop strings have bytes."""
+        return len(self._next)
+
+    def after(self, state: int, token: int) -> int:
+        """The state after one more token, or FOUND if a stop string ends inside it. The first state is 0."""
+        for byte in self.vocabulary[token]:
+            while (following := self._next[state].get(byte)) is None and state:
+                state = self._shorter[state]
+            if following == FOUND:
+                return FOUND
+            state = following or 0
+        return state
 
     def end(self, tokens: Sequence[int]) -> bool:
-        """Whether a stop string ends inside the last of these tokens."""
-        if tokens[-1] not in self.candidates:
-            return False
-        before = b""
-        for token in reversed(tokens[:-1]):
-            if len(before) >= self.reach:
-                break
-            before = self.vocabulary[token] + before
-        last = self.vocabulary[tokens[-1]]
-        # A match must end inside `last`: one that ends in `before` would have ended the completion earlier.
-        return any(s in before[len(before) - min(len(before), len(s) - 1) :] + last for s in self.strings)
+        """Whether a stop string ends inside the last of these tokens. None may have ended before it."""
+        return reduce(self.after, tokens, 0) == FOUND
+
+    def _add(self, string: bytes) -> None:
+        state = 0
+        for byte in string[:-1]:
+            following = self._next[state].get(byte)
+            if following == FOUND:  # a shorter stop string ends here, so this one is never reached
+                return
+            if following is None:
+                following = self._next[state][byte] = len(self._next)
+                self._next.append({})
+            state = following
+        self._next[state][string[-1]] = FOUND
+
+    def _failures(self) -> list[int]:
+        """For every state, the longest other beginning of a stop string with which its text ends."""
+        shorter = [0] * len(self._next)
+        states = deque([0])  # in the order of their length
+        while states:
+            state = states.popleft()
+            for byte, following in self._next[state].items():
+                if following == FOUND:
+                    continue
+                if state:
+                    at = shorter[state]
+                    while (known := self._next[at].get(byte)) is None and at:
+                        at = shorter[at]
+                    if known == FOUND:  # a stop string ends here that began later
+                        self._next[state][byte] = FOUND
+                        continue
+                    shorter[following] = known or 0
+                states.append(following)
+        return shorter
 
 
 def stops_of(tokenizer: Any, size: int) -> Any:
-    """A function from strings to Stops, for a vocabulary of `size` ids. It prepares the same strings only once."""
+    """A function from strings to Stops, for a vocabulary of `size` ids. It builds each automaton once.
+
+    It keeps few automata, because the longest stop strings that a request may have take megabytes.
+    """
     vocabulary = vocabulary_bytes(tokenizer, size)
-    return lru_cache(maxsize=64)(lambda strings: Stops(strings, vocabulary))
+    return lru_cache(maxsize=16)(lambda strings: Stops(strings, vocabulary))
 
 
 def vocabulary_bytes(tokenizer: Any, size: int) -> list[bytes]:

@@ -34,6 +34,7 @@ class RunningCall:
         self.cancelled = False
         self.failure = ""  # the engine's error
         self._loop = asyncio.get_running_loop()
+        self._submitted = False
         self._ticket: protocol.Ticket | None = None
         self.task: asyncio.Task[Completion]
 
@@ -45,22 +46,28 @@ class RunningCall:
         self.task = asyncio.create_task(run)
         self.task.add_done_callback(self._on_end)
 
-    def submit(self, engine: LiveEngine) -> asyncio.Future[Completion]:
+    async def submit(self, engine: LiveEngine) -> Completion:
+        self._submitted = True  # from here on a disconnect must wait for the ticket, which alone stops the engine
         seed = secrets.randbits(63) if self.request.seed is None else self.request.seed
         request = protocol.Request(
             np.asarray(self.prompt, np.int32), seed, self.sampling, self.request.stop, self.episode
         )
-        self._ticket = engine.submit(request, self._on_token if self.request.stream else None)
+        on_token = self._on_token if self.request.stream else None
+        # In a thread: the engine prepares the stop strings, and the other sessions must not wait for that.
+        self._ticket = await asyncio.to_thread(engine.submit, request, on_token)
         if self.cancelled:
             self._ticket.cancel()
-        return asyncio.wrap_future(self._ticket.completion)
+        return await asyncio.wrap_future(self._ticket.completion)
 
     def cancel(self) -> None:
-        """Stop sampling, because the client disconnected. Does nothing once the call has ended."""
-        if not self.task.done():
-            self.cancelled = True
-            if self._ticket:
-                self._ticket.cancel()
+        """Stop working, because the client disconnected. Does nothing once the call has ended."""
+        if self.task.done():
+            return
+        self.cancelled = True
+        if self._ticket:
+            self._ticket.cancel()
+        elif not self._submitted:
+            self.task.cancel()  # so a waiting prompt is never encoded, and one that is being encoded is dropped
 
     def answer(self) -> Answer:
         return self.request.answer(f"{self.episode}-{self.number}", self.prompt)

@@ -7,7 +7,7 @@ ids if the chat template passes the reply on unchanged. `drift` reports where th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,21 @@ def reply_of(tokenizer: Any, completion: Ids, shown: int) -> Reply:
     return Reply(ids, text, text[:shown])
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], replies: Sequence[Reply]) -> list[int]:
+def chat_ids(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]],
+    replies: Sequence[Reply],
+    check: Callable[[str], None] = lambda text: None,
+) -> list[int]:
     """The prompt's ids under the chat template, with the sampled ids for messages that repeat an earlier reply.
+
+    `check` gets the prompt's text before it is encoded, and may raise an error.
 
     A message repeats a reply if their texts are equal. The sampled ids are used only if the template passes replies on
     unchanged and the text of the whole prompt stays the same.
     """
     text = _rendered(tokenizer, messages)
+    check(text)
     ids = encode(tokenizer, text)
     sampled = {reply.text: reply.ids for reply in replies}  # the last of several equal replies
     repeated = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m["content"] in sampled]

@@ -10,7 +10,7 @@ To add a route, add a request class and, if its answers look different, a class 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
@@ -28,10 +28,12 @@ from pydantic import (
 )
 
 from memopd import schema
+from memopd.engine.protocol import stop_problem
 from memopd.gateway.drift import Reply, chat_ids, encode
 from memopd.types import Sampling
 
 Json: TypeAlias = dict[str, Any]
+Check: TypeAlias = Callable[[str], None]
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /completions; a chat may use all that the engine allows
 
@@ -99,6 +101,8 @@ def _stops(value: Any) -> Any:
     stops = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if not isinstance(stops, tuple) or not all(stops):
         raise ValueError("must be a string or a list of strings, none empty")
+    if problem := stop_problem([s for s in stops if isinstance(s, str)]):
+        raise ValueError(problem)
     return stops
 
 
@@ -206,8 +210,15 @@ class GenerationRequest(Shape):
             return Sampling(top_k=1, max_tokens=self.token_limit)
         return Sampling(self.temperature, self.top_p, max(0, self.top_k), self.token_limit)
 
-    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply]) -> list[int]:
-        """The ids that the model reads. `replies` are the earlier completions of the episode."""
+    def texts(self) -> Iterable[str]:
+        """The texts of the prompt that have to be encoded."""
+        raise NotImplementedError
+
+    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply], check: Check) -> list[int]:
+        """The ids that the model reads. `replies` are the earlier completions of the episode.
+
+        `check` gets the text of the whole prompt before it is encoded.
+        """
         raise NotImplementedError
 
     def answer(self, name: str, prompt: list[int]) -> Answer:
@@ -223,11 +234,17 @@ class ChatRequest(GenerationRequest):
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply]) -> list[int]:
+    def texts(self) -> Iterable[str]:
+        return (message.content for message in self.messages)
+
+    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply], check: Check) -> list[int]:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ApiError(400, "no_chat_template", "this model has no chat template: use /v1/completions", "messages")
         try:
-            return chat_ids(tokenizer, [message.model_dump(exclude_none=True) for message in self.messages], replies)
+            messages = [message.model_dump(exclude_none=True) for message in self.messages]
+            return chat_ids(tokenizer, messages, replies, check)
+        except ApiError:
+            raise
         except Exception as error:  # a template may raise any exception
             message = f"the chat template refuses these messages: {error}"
             raise ApiError(400, "chat_template", message, "messages") from None
@@ -244,8 +261,14 @@ class CompletionRequest(GenerationRequest):
     def token_limit(self) -> int | None:
         return self.max_tokens or _COMPLETION_TOKENS
 
-    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply]) -> list[int]:
-        return encode(tokenizer, self.prompt, special=True) if isinstance(self.prompt, str) else list(self.prompt)
+    def texts(self) -> Iterable[str]:
+        return (self.prompt,) if isinstance(self.prompt, str) else ()
+
+    def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply], check: Check) -> list[int]:
+        if not isinstance(self.prompt, str):
+            return list(self.prompt)
+        check(self.prompt)
+        return encode(tokenizer, self.prompt, special=True)
 
     def answer(self, name: str, prompt: list[int]) -> Answer:
         return Answer(f"cmpl-{name}", self, prompt)

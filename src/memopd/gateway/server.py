@@ -7,14 +7,15 @@ Before an answer ends, the journal has the ids that the model read and sampled.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from memopd.engine.protocol import Completion, LiveEngine
+from memopd.engine.stops import vocabulary_bytes
+from memopd.gateway import TOKEN
 from memopd.gateway.calls import EventStream, RunningCall, until_disconnect
 from memopd.gateway.drift import History, Reply, drift, reply_of
 from memopd.gateway.episodes import Ledger, Recorded
@@ -42,14 +46,16 @@ from memopd.gateway.openai_api import (
     parse,
 )
 from memopd.gateway.text import StreamedText, visible_text
+from memopd.http import Guard, Refusal, check_listener
 from memopd.record.journal import JournalError
-from memopd.types import Call, StopReason
+from memopd.types import Call, Sampling, StopReason
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 16 << 20
 _NAME = re.compile(r"[\w.:@+=,~-]{1,200}")  # an episode's name, which is part of a path and of log lines
-_DRIFT_HEADER = "x-memopd-drift"
+_DRIFT_HEADER, _TRAINING_HEADER = "x-memopd-drift", "x-memopd-training"
+_TOKENIZERS = 3  # prompts that are encoded at once: a long one must not hold up the other sessions
 
 
 def create_app(
@@ -58,14 +64,17 @@ def create_app(
     *,
     model: str,
     token: str | None = None,
+    host: str = "127.0.0.1",
     store_delay: float = 5.0,
 ) -> FastAPI:
     """Create the app. It continues the episodes in the store's journal. The caller closes the engine.
 
-    `model` is the name that clients request, and `token` the secret that they must send. Finished episodes are written
-    to the store after `store_delay` seconds, so that many share a part.
+    `model` is the name that clients request, `token` the secret that they must send, and `host` the address that the
+    server listens on. Finished episodes are written to the store after `store_delay` seconds, so that many share a
+    part.
     """
-    gateway = _Gateway(engine, Ledger(store), model, token, store_delay)
+    check_listener(host, token, TOKEN)
+    gateway = _Gateway(engine, Ledger(store), model, store_delay)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -73,7 +82,13 @@ def create_app(
         yield
         await gateway.stop()
 
+    def refusal(scope: Scope, refused: Refusal) -> Json:
+        error = ApiError(refused.status, refused.code, refused.message)
+        _log_failure(Request(scope), error)
+        return error.body()
+
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, host=host, token=token, answer=refusal)
 
     @app.post("/episodes/{name}/v1/chat/completions")
     async def chat(name: str, request: Request) -> Response:
@@ -84,13 +99,13 @@ def create_app(
         return await gateway.complete(name, request, CompletionRequest)
 
     @app.get("/episodes/{name}/v1/models")
-    async def models(name: str, request: Request) -> Json:
-        gateway.admit(request, name)
+    async def models(name: str) -> Json:
+        check_name(name)
         return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "memopd"}]}
 
     @app.get("/episodes/{name}/v1/models/{wanted:path}")
-    async def one_model(name: str, wanted: str, request: Request) -> Json:
-        gateway.admit(request, name)
+    async def one_model(name: str, wanted: str) -> Json:
+        check_name(name)
         gateway.check_model(wanted)
         return {"id": model, "object": "model", "created": 0, "owned_by": "memopd"}
 
@@ -99,8 +114,8 @@ def create_app(
         return await gateway.reward(name, request)
 
     @app.get("/episodes/{name}")
-    async def summary(name: str, request: Request) -> Json:
-        gateway.admit(request, name)
+    async def summary(name: str) -> Json:
+        check_name(name)
         return gateway.summary(name)
 
     @app.get("/health")
@@ -121,15 +136,22 @@ def create_app(
 
 
 class _Gateway:
-    def __init__(self, engine: LiveEngine, ledger: Ledger, model: str, token: str | None, store_delay: float) -> None:
+    def __init__(self, engine: LiveEngine, ledger: Ledger, model: str, store_delay: float) -> None:
         self._engine, self._ledger, self._model, self._store_delay = engine, ledger, model, store_delay
-        self._token = token
+        self._max_length = getattr(engine, "max_length", None)  # an engine of your own may not have it
+        longest = max(map(len, vocabulary_bytes(engine.tokenizer, len(engine.tokenizer))), default=1)
+        self._max_bytes = None if self._max_length is None else self._max_length * longest
         self._running: dict[str, set[RunningCall]] = {}
         self._finishing: set[str] = set()
         self._finished = asyncio.Event()  # set while finished episodes are not in the store yet
         self._compactor: asyncio.Task[None] | None = None
-        # One thread, because a tokenizer is not thread-safe, and not the event loop, which must not wait for it.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        # Threads, because the event loop must not wait. A tokenizer is not thread-safe, so each thread has a copy; the
+        # copies are made here, because copying a large one stops all threads for a second.
+        self._local = threading.local()
+        copies = [deepcopy(engine.tokenizer) for _ in range(_TOKENIZERS)]
+        self._tokenizing = ThreadPoolExecutor(
+            _TOKENIZERS, "tokenizer", lambda: setattr(self._local, "tokenizer", copies.pop())
+        )
         self._replies: WeakKeyDictionary[Recorded, Reply] = WeakKeyDictionary()  # a cache of the decoded completions
 
     # Start and stop
@@ -169,16 +191,6 @@ class _Gateway:
 
     # Routes
 
-    def admit(self, request: Request, episode: str) -> None:
-        if self._token is not None:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {self._token}".encode()):
-                raise ApiError(401, "invalid_api_key", "wrong or missing bearer token")
-        if not _NAME.fullmatch(episode):
-            raise ApiError(
-                400, "invalid_name", "an episode's name must be 1 to 200 letters, digits and . _ : @ + = , ~ -"
-            )
-
     def check_model(self, name: str) -> None:
         if name != self._model:
             message = f"there is no model {name[:60]!r}, only {self._model!r}"
@@ -217,7 +229,7 @@ class _Gateway:
         }
 
     async def reward(self, name: str, request: Request) -> Json:
-        self.admit(request, name)
+        check_name(name)
         outcome = parse(Outcome, await _json(request))
         self._check_journal()
         if name in self._finishing:
@@ -242,9 +254,10 @@ class _Gateway:
             self._finishing.discard(name)
 
     async def complete(self, name: str, request: Request, shape: type[GenerationRequest]) -> Response:
-        self.admit(request, name)
+        check_name(name)
         asked = parse(shape, await _json(request))
         self.check_model(asked.model)
+        self._check_bytes(sum(map(len, asked.texts())))  # characters: never more than bytes, and known at once
         self._check_journal()
         if self._ledger.reward(name) is not None or name in self._finishing:
             raise ApiError(409, "episode_finished", f"episode {name!r} is finished: it has its reward")
@@ -252,7 +265,9 @@ class _Gateway:
         if not await until_disconnect(request, call.first_token() if asked.stream else asyncio.wait([call.task])):
             call.cancel()
             return Response(status_code=499)  # nobody receives it; 499 is nginx's status for a closed connection
-        headers = _drift_header(call.history)
+        if call.task.cancelled():
+            raise ApiError(503, "stopping", "the gateway stops")
+        headers = _drift_header(call.history) | _training_header(call.sampling)
         if call.task.done() and call.task.exception():
             await call.task  # raises
         if asked.stream:
@@ -282,6 +297,7 @@ class _Gateway:
         """Encode the prompt, sample from the engine, and record the completion."""
         loop = asyncio.get_running_loop()
         earlier = self._ledger.calls(call.episode)
+        self._note_sampling(call, earlier)
         call.prompt, call.history = await loop.run_in_executor(self._tokenizing, self._prompt, call.request, earlier)
         if call.history.drifted:
             log.warning(
@@ -302,16 +318,31 @@ class _Gateway:
             await self._durable(self._ledger.add(self._recorded(call, completion)))
         return completion
 
+    def _note_sampling(self, call: RunningCall, earlier: list[Recorded]) -> None:
+        """Say at the first call of an episode that is sampled so, not at its end, what training will ask of it."""
+        note = call.sampling.training_note
+        others = [*(r.sampling for r in earlier), *(c.sampling for c in self._running[call.episode] if c is not call)]
+        if note and note not in [sampling.training_note for sampling in others]:
+            log.warning("%s: %s", call.name, note)
+
+    def _check_bytes(self, size: int) -> None:
+        """Refuse a text that is too long whatever its tokens are, before a tokenizer spends seconds on it."""
+        if self._max_bytes is not None and size > self._max_bytes:
+            most = f"{self._max_length} tokens have at most {self._max_bytes} bytes"
+            raise ApiError(400, "context_length_exceeded", f"the prompt is longer than the model's context: {most}")
+
     def _prompt(self, asked: GenerationRequest, earlier: list[Recorded]) -> tuple[list[int], History]:
-        """The prompt's ids, and which earlier replies they repeat. Runs in the tokenizer's thread."""
-        tokenizer = self._engine.tokenizer
+        """The prompt's ids, and which earlier replies they repeat. Runs in a thread of the tokenizers."""
+        tokenizer = self._local.tokenizer
         for r in earlier:
             if r not in self._replies:
                 self._replies[r] = reply_of(tokenizer, r.call.completion, r.shown)
         replies = [self._replies[r] for r in earlier]
-        ids = asked.prompt_ids(tokenizer, replies)
+        ids = asked.prompt_ids(tokenizer, replies, lambda text: self._check_bytes(len(text.encode())))
         if not ids:
             raise ApiError(400, "empty_prompt", "the prompt has no tokens", "prompt")
+        if self._max_length is not None and len(ids) >= self._max_length:
+            return ids, History()  # the engine will refuse it, and the comparison would take long
         return ids, drift(tokenizer, ids, replies)
 
     def _recorded(self, call: RunningCall, completion: Completion) -> Recorded:
@@ -376,6 +407,12 @@ class _Gateway:
             yield _event(error.body())
 
 
+def check_name(episode: str) -> None:
+    if not _NAME.fullmatch(episode):
+        message = "an episode's name must be 1 to 200 letters, digits and . _ : @ + = , ~ -"
+        raise ApiError(400, "invalid_name", message)
+
+
 def _event(body: Json) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
@@ -394,6 +431,10 @@ def _drift_header(history: History) -> dict[str, str]:
         return {}
     where = "" if history.first is None else f"; first={history.first}"
     return {_DRIFT_HEADER: f"replies={history.replies}; drifted={history.drifted}{where}"}
+
+
+def _training_header(sampling: Sampling) -> dict[str, str]:
+    return {_TRAINING_HEADER: note} if (note := sampling.training_note) else {}
 
 
 def _log_failure(request: Request, error: ApiError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,6 +14,7 @@ import httpx
 from memopd.retrieval.corpus import Passage
 from memopd.retrieval.index import Hit, check_k, readable
 
+TOKEN = "MEMOPD_RETRIEVAL_TOKEN"  # the environment variable with the secret of a service, for its clients too
 _AT_ONCE = 256  # queries per request
 _WAITS = (0.5, 2.0)  # seconds to wait before each further attempt
 _TIMEOUT = httpx.Timeout(120.0, connect=5.0)  # an embedding model on a CPU is slow on 256 queries
@@ -25,7 +27,8 @@ class RemoteIndex:
 
     def __init__(self, url: str, timeout: httpx.Timeout = _TIMEOUT) -> None:
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
-        self._client = httpx.Client(timeout=timeout)
+        token = os.environ.get(TOKEN)
+        self._client = httpx.Client(timeout=timeout, headers={"authorization": f"Bearer {token}"} if token else {})
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         check_k(k)

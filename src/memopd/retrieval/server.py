@@ -16,7 +16,9 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError
 
 from memopd import schema
+from memopd.http import Guard, check_listener
 from memopd.retrieval.batcher import Batcher
+from memopd.retrieval.client import TOKEN
 from memopd.retrieval.index import MAX_QUERY, Hit, Index
 
 
@@ -45,13 +47,20 @@ class Query(BaseModel):
     return_scores: bool = False
 
 
-def create_app(index: Index, limits: Limits | None = None, topk: int = 3) -> FastAPI:
-    """Make the application. `topk` is the number of passages if a request does not say how many."""
+def create_app(
+    index: Index, limits: Limits | None = None, topk: int = 3, *, token: str | None = None, host: str = "127.0.0.1"
+) -> FastAPI:
+    """Make the application. `topk` is the number of passages if a request does not say how many.
+
+    `token` is the secret that clients must send, and `host` the address that the server listens on.
+    """
     limits = limits or Limits()
+    check_listener(host, token, TOKEN)
     if not 1 <= topk <= limits.topk:
         raise ValueError(f"topk must be between 1 and its limit of {limits.topk}, got {topk}")
     batcher = Batcher(index, limits.queries)
     app = FastAPI(title="memopd retrieval", openapi_url=None)
+    app.add_middleware(Guard, host=host, token=token, answer=lambda scope, refusal: {"detail": refusal.message})
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> dict[str, Any]:

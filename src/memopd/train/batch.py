@@ -158,7 +158,7 @@ def usable(episodes: Sequence[Episode], budget: int, temperature: float) -> tupl
 def _check_distribution(episode: Episode, temperature: float) -> None:
     """Ratios and divergences must use the distribution from which the tokens were sampled."""
     s = episode.sampling
-    if s.top_p < 1 or s.top_k:
+    if not s.is_whole:
         raise ValueError(
             f"episode {episode.id!r} was sampled with top-p or top-k: its log-probabilities are not those of the "
             "policy; to train, sample from the whole distribution"

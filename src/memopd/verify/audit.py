@@ -299,7 +299,7 @@ def recorded_gap(episodes: Sequence[Episode], head: Head, alone: Tensor) -> tupl
     """Covers only calls whose log-probabilities were recorded, under the whole distribution."""
     gaps, at, cut = [], 0, 0
     for episode in episodes:
-        whole = episode.sampling.top_p == 1 and episode.sampling.top_k == 0
+        whole = episode.sampling.is_whole
         for call in (c for c in episode.calls if c.trainable):
             states = alone[at : at + len(call.completion)]
             at += len(call.completion)

@@ -25,7 +25,7 @@ from memopd.engine.local.attention import Groups, Pass, Span, check_model, group
 from memopd.engine.local.cache import WORTHWHILE, Cache, Slots
 from memopd.engine.local.sampler import Uniforms, draw
 from memopd.engine.protocol import Completion, Request, Ticket
-from memopd.engine.stops import Stops, stops_of
+from memopd.engine.stops import FOUND, Stops, stops_of
 from memopd.models.attention import sampling_attention
 from memopd.models.support import length_limit, rope_switch
 from memopd.types import Ids, StopReason
@@ -47,6 +47,7 @@ class _Sequence:
     future: Future[Completion] = field(default_factory=Future)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    stop_state: int = 0  # of `stops`, after the tokens so far
     slot: int = -1
     cancelled: bool = False
 
@@ -183,8 +184,6 @@ class LocalEngine:
         if request.stop:
             if self._stops is None:
                 raise ValueError(f"{name}stop strings need a tokenizer: give the engine one")
-            if not all(request.stop):
-                raise ValueError(f"{name}a stop string must not be empty")
             stops = self._stops(tuple(request.stop))
         limit = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
         return _Sequence(request, prompt.astype(np.int32), limit, stops, on_token, Uniforms(int(request.seed)))
@@ -434,7 +433,9 @@ class LocalEngine:
         sequence.logprobs.append(logprob)
         if sequence.on_token is not None:
             sequence.on_token(token)
-        if token in self._ends or (sequence.stops is not None and sequence.stops.end(sequence.tokens)):
+        if sequence.stops is not None:
+            sequence.stop_state = sequence.stops.after(sequence.stop_state, token)
+        if token in self._ends or sequence.stop_state == FOUND:
             return StopReason.STOP
         return StopReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
 

@@ -102,6 +102,11 @@ class VllmEngine:
 
     # Sampling
 
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of prompt and completion together, as the servers report it."""
+        return min((s.max_length for s in self._fleet.servers if s.max_length), default=None)
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         tickets = [self._submit(request, None, stream=False) for request in requests]
         try:

@@ -18,7 +18,10 @@ _SECONDS = 60  # in which any healthy server gives one small answer, however bus
 
 
 async def probe(fleet: Fleet, server: Server, tokenizer: Any) -> None:
-    """Sets `server.label`. A `ValueError` names the server and what to change; `Lost` means that it does not answer."""
+    """Sets `server.label` and `server.max_length`.
+
+    A `ValueError` names the server and what to change; `Lost` means that it does not answer.
+    """
     await fleet.call(server, "GET", "/health", timeout=10)
     version = await _version(fleet, server)
     if not await fleet.has(server, GENERATE):
@@ -26,6 +29,7 @@ async def probe(fleet: Fleet, server: Server, tokenizer: Any) -> None:
     await _check_tokenizer(fleet, server, tokenizer)
     await _check_logprobs(fleet, server, tokenizer)
     server.label = await read_label(fleet, server)
+    server.max_length = await _max_length(fleet, server)
     log.info("%s: vLLM %s, weights %r", server.url, version, server.label)
 
 
@@ -69,6 +73,13 @@ async def read_label(fleet: Fleet, server: Server) -> str | None:
     if not await fleet.has(server, "/weight_info"):
         return None
     return str((await fleet.call(server, "GET", "/weight_info", timeout=_SECONDS))["weight_version"])
+
+
+async def _max_length(fleet: Fleet, server: Server) -> int | None:
+    if not await fleet.has(server, "/v1/models"):
+        return None
+    served = (await fleet.call(server, "GET", "/v1/models", timeout=10))["data"][0]
+    return int(served["max_model_len"]) if served.get("max_model_len") else None
 
 
 async def probe_at_start(fleet: Fleet, server: Server, tokenizer: Any) -> None:

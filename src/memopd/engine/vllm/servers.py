@@ -54,6 +54,7 @@ class Server:
     url: str
     outstanding: int = 0
     label: str | None = None  # of its weights; None: it does not report one
+    max_length: int | None = None  # tokens of prompt and completion together; None: it does not report it
     down_since: float | None = None  # None: up
     trouble: str = ""  # why it is down
 

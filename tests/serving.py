@@ -5,14 +5,14 @@ import threading
 import time
 from contextlib import contextmanager
 
-import uvicorn
+from memopd import http
 
 
 @contextmanager
-def serving(app):
+def serving(app, protocol=http.Protocol):
     """Its address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+        server = http.server(app, protocol, log_level="critical")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         while not server.started:

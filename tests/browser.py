@@ -35,13 +35,13 @@ os.execv(sys.argv[3], sys.argv[3:])
 class Browser:
     """`requests` and `errors` are all since the start: addresses asked for, exceptions and refusals of the policy."""
 
-    def __init__(self) -> None:
+    def __init__(self, *flags: str) -> None:
         if CHROMIUM is None:
             pytest.skip("no chromium here: apt-get install chromium")
         self.profile = TemporaryDirectory(ignore_cleanup_errors=True)
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
         start = [sys.executable, "-c", START, str(theirs_in), str(theirs_out)]
-        command = [*start, CHROMIUM, *FLAGS, f"--user-data-dir={self.profile.name}", "about:blank"]
+        command = [*start, CHROMIUM, *FLAGS, *flags, f"--user-data-dir={self.profile.name}", "about:blank"]
         self.process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
         os.close(theirs_in)
         os.close(theirs_out)
