@@ -79,6 +79,11 @@ class DenseIndex:
             found = zip(queries, vectors, self._rows(vectors, k), strict=True)
             return [self._best(vector, rows, k) if query.strip() else [] for query, vector, rows in found]
 
+    def passages(self, ids: Iterable[str]) -> dict[str, Passage]:
+        wanted = set(ids)
+        every = (self._passage(row) for row in range(self._index.ntotal)) if wanted else iter(())
+        return {passage.id: passage for passage in every if passage.id in wanted}
+
     def _rows(self, vectors: Vectors, k: int) -> list[NDArray[np.int64]]:
         """For each vector, the k best rows and all that may tie with the last of them."""
         limit = min(k + 1, self._index.ntotal)

@@ -9,7 +9,7 @@ Every kind of index orders equal scores by passage id, so that answers do not de
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +34,15 @@ class Index(Protocol):
     """
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]: ...
+
+
+def passages_of(index: Index, ids: Iterable[str]) -> dict[str, Passage]:
+    """Look up passages by id, as far as the index has them. Search-R1's protocol cannot do this, so a folder must."""
+    lookup = getattr(index, "passages", None)
+    if lookup is None:
+        raise ValueError("gold passages are looked up by id, which a retrieval service cannot do: give an index folder")
+    found: dict[str, Passage] = lookup(ids)
+    return found
 
 
 def open_index(where: Path | str, model: str | None = None) -> Index:

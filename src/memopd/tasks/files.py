@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 _TEXT = pa.string()
 _STEP = pa.struct({"query": _TEXT, "title": _TEXT, "fact": _TEXT})
-_QUESTION = pa.struct({"id": _TEXT, "text": _TEXT, "kind": _TEXT, "steps": pa.list_(_STEP)})
+_QUESTION = pa.struct(
+    {"id": _TEXT, "text": _TEXT, "kind": _TEXT, "steps": pa.list_(_STEP), "supporting": pa.list_(_TEXT)}
+)
 _TARGET = pa.struct({"target": pa.list_(pa.list_(_TEXT))})
 _SCHEMA = pa.schema(
     {
@@ -81,6 +83,48 @@ def read_questions(path: str | Path, skip_bad: bool = False) -> list[Question]:
     return [question for task in tasks for question in task.questions]
 
 
+def read_sets(
+    paths: Sequence[str], names: Sequence[str] | None = None, skip_bad: bool = False, ids: frozenset[str] | None = None
+) -> list[tuple[str, list[Question]]]:
+    """Read the data sets of some files, each with its name. With `ids`, only these questions.
+
+    `names` are the names of the data sets, one per file; by default a row or the name of its file says it. A file may
+    contain several data sets.
+    """
+    if names and len(names) != len(paths):
+        raise ValueError(f"--source was given {len(names)} times for {len(paths)} files; give one for each, or none")
+    sets: list[tuple[str, list[Question]]] = []
+    for i, path in enumerate(paths):
+        of_file: dict[str, list[Question]] = {}
+        for task in read_tasks(path, skip_bad):
+            kept = (q for q in task.questions if ids is None or q.id in ids)
+            of_file.setdefault(names[i] if names else task.source, []).extend(kept)
+        sets += of_file.items()
+    return sets
+
+
+def read_split(path: Path, part: str) -> frozenset[str]:
+    """The ids of one part of a split: {"nq": {"sft": ["nq-0", ...], "rl": [...]}, ...}, or one data set's parts alone.
+
+    An id in two parts is an error, so questions of different parts are never the same.
+    """
+    try:
+        given = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
+    sets = given.values() if isinstance(given, dict) and all(isinstance(v, dict) for v in given.values()) else [given]
+    part_of: dict[str, str] = {}
+    for parts in sets:
+        if not isinstance(parts, dict) or not all(isinstance(ids, list) for ids in parts.values()):
+            raise ValueError(f"{path}: must map each data set, or nothing else, to its parts, which are lists of ids")
+        for name, id in ((name, str(id)) for name, ids in parts.items() for id in ids):
+            if part_of.setdefault(id, name) != name:
+                raise ValueError(f"{path}: question {id!r} is in {part_of[id]!r} and in {name!r}; remove one of them")
+    if part not in part_of.values():
+        raise ValueError(f"{path}: has no part {part!r}; its parts are {', '.join(sorted(set(part_of.values())))}")
+    return frozenset(id for id, name in part_of.items() if name == part)
+
+
 def group(questions: Iterable[Question], k: int, source: str) -> list[Task]:
     """Group consecutive questions of one data set into tasks of k; drop the remainder.
 
@@ -126,7 +170,13 @@ def source_of(path: str | Path) -> str:
 
 def _written(index: int, task: Task, prompt: str) -> Row:
     questions = [
-        {"id": q.id, "text": q.text, "kind": q.kind, "steps": [asdict(step) for step in q.steps]}
+        {
+            "id": q.id,
+            "text": q.text,
+            "kind": q.kind,
+            "steps": [asdict(step) for step in q.steps],
+            "supporting": q.supporting,
+        }
         for q in task.questions
     ]
     return {
@@ -213,17 +263,19 @@ def _task_id(source: str, k: int, first: str) -> str:
 def _question(row: Row) -> Question:
     """Read a row in FlashRAG's format."""
     id = str(row["id"]) if type(row.get("id")) is int else _text(row, "id")
-    metadata = row.get("metadata")
-    kind = metadata.get("type") if isinstance(metadata, dict) else None
+    metadata = row["metadata"] if isinstance(row.get("metadata"), dict) else {}
+    kind = metadata.get("type")
     answers = _aliases(row.get("golden_answers"), "golden_answers")
-    return Question(id, _text(row, "question"), answers, kind if isinstance(kind, str) else "")
+    supporting = _ids(metadata.get("supporting_ids"), "metadata.supporting_ids")
+    return Question(id, _text(row, "question"), answers, kind if isinstance(kind, str) else "", (), supporting)
 
 
 def _our_question(row: Row, answers: tuple[str, ...]) -> Question:
     if not isinstance(row["steps"], list) or not all(isinstance(step, dict) for step in row["steps"]):
         raise ValueError(f"extra_info.questions: steps: must be a list of searches, got {_short(row['steps'])}")
     steps = (Step(*(_text(step, name) for name in ("query", "title", "fact"))) for step in row["steps"])
-    return Question(_text(row, "id"), _text(row, "text"), answers, _text(row, "kind"), tuple(steps))
+    supporting = _ids(row.get("supporting"), "extra_info.questions: supporting")
+    return Question(_text(row, "id"), _text(row, "text"), answers, _text(row, "kind"), tuple(steps), supporting)
 
 
 def _is_ours(extra: Row) -> bool:
@@ -251,6 +303,15 @@ def _aliases(value: Any, name: str) -> tuple[str, ...]:
     if not any(alias.strip() for alias in value):
         raise ValueError(f"{name}: must contain an answer, got {_short(value)}")
     return tuple(_encodable(alias, name) for alias in value)
+
+
+def _ids(value: Any, name: str) -> tuple[str, ...]:
+    """Ids of passages, in their order and without repetition. A file need not have any."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(id, str | int) for id in value):
+        raise ValueError(f"{name}: must be a list of passage ids, got {_short(value)}")
+    return tuple(dict.fromkeys(_encodable(str(id), name) for id in value))
 
 
 def _texts(row: Row, extra: Row, k: int) -> list[str]:
