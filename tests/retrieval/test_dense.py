@@ -25,7 +25,7 @@ def tiny_encoder(folder, seed=0):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny_encoder(tmp_path_factory.mktemp("models") / "tiny")
+    return tiny_encoder(tmp_path_factory.mktemp("models") / "tiny-e5")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_what_it_was_built_with(folder, model):
 
 def test_another_model_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="not the model that this index was built with"):
-        open_index(folder, tiny_encoder(tmp_path / "other", seed=1))
+        open_index(folder, tiny_encoder(tmp_path / "other-e5", seed=1))
 
 
 @pytest.mark.parametrize("missing", ["/no/such/folder", "no-such-organisation/no-such-model"])

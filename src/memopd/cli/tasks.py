@@ -13,7 +13,9 @@ from memopd.cli.options import out
 
 app = typer.Typer(help="Build files of tasks from questions, or show one.", no_args_is_help=True)
 
-Questions = Annotated[list[str], typer.Argument(help="Question sets: .jsonl(.gz), .parquet, or hub:org/dataset:split.")]
+Questions = Annotated[
+    list[str], typer.Argument(help="Question sets: .json(.gz), .jsonl(.gz), .parquet, or hub:org/dataset:split.")
+]
 Sources = Annotated[
     list[str] | None, typer.Option(help="The name of a data set; give it once for each file, in order.")
 ]
@@ -69,6 +71,23 @@ def build(
     write_tasks(output, tasks, user_message)
     counts = ", ".join(f"{count} of {name}" for name, count in Counter(task.source for task in tasks).items())
     print(f"{output}: {len(tasks)} tasks of {k} questions ({counts}); {left_over} questions left over")
+
+
+@app.command()
+def passages(
+    questions: Questions,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The corpus to write: a .jsonl file.")],
+) -> None:
+    """Write a corpus of the passages that HotpotQA, 2WikiMultihopQA, MuSiQue and SQuAD bring with their questions."""
+    from memopd.retrieval import Passage, write_corpus
+    from memopd.tasks.files import read_passages
+
+    found = {id: Passage(id, title, text) for path in questions for id, title, text in read_passages(path)}
+    if not found:
+        raise ValueError(f"{', '.join(questions)}: no passages come with these questions")
+    if output.suffix != ".jsonl" or output.exists():
+        raise ValueError(f"{output}: give the name of a new file that ends in .jsonl")
+    print(f"{output}: {write_corpus(output, found.values()):,} passages")
 
 
 @app.command()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from memopd.retrieval.corpus import Passage
 
+KINDS = ("lexical", "dense", "hybrid")
 MAX_QUERY = 4096  # characters
 
 _INFO = "memopd-index.json"  # in every index folder
@@ -48,7 +49,7 @@ def passages_of(index: Index, ids: Iterable[str]) -> dict[str, Passage]:
 def open_index(where: Path | str, model: str | None = None) -> Index:
     """Open an index folder, or with http(s):// a service that uses Search-R1's protocol.
 
-    `model` is the embedding model of a dense index, if it has moved since the index was built.
+    `model` is the embedding model of a dense or hybrid index, if it has moved since the index was built.
     """
     if str(where).startswith(("http://", "https://")):
         from memopd.retrieval.client import RemoteIndex
@@ -60,6 +61,10 @@ def open_index(where: Path | str, model: str | None = None) -> Index:
         from memopd.retrieval.dense import DenseIndex
 
         return DenseIndex(folder, model)
+    if info.kind == "hybrid":
+        from memopd.retrieval.hybrid import HybridIndex
+
+        return HybridIndex(folder, model)
     from memopd.retrieval.lexical import LexicalIndex
 
     return LexicalIndex(folder)
@@ -80,7 +85,7 @@ def check_k(k: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IndexInfo:
-    kind: str  # "lexical" or "dense"
+    kind: str  # one of KINDS
     passages: int
     skipped: int  # rows of the corpus that were skipped
     corpus: str  # its file name
@@ -105,6 +110,6 @@ def read_info(folder: Path) -> IndexInfo:
         info = IndexInfo(**json.loads(path.read_text()))
     except (TypeError, ValueError) as why:
         raise ValueError(f"{path}: damaged ({why}); build the index again") from None
-    if info.kind not in ("lexical", "dense"):
-        raise ValueError(f"{path}: kind: must be lexical or dense, got {info.kind!r}; build the index again")
+    if info.kind not in KINDS:
+        raise ValueError(f"{path}: kind: must be {' or '.join(KINDS)}, got {info.kind!r}; build the index again")
     return info
