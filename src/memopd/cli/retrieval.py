@@ -106,8 +106,13 @@ def retrieval(
 
 
 def _quiet() -> None:
-    """Turn off the progress bars of other libraries, which would overwrite ours."""
+    """Turn off the progress bars and messages of other libraries, which would overwrite ours."""
+    import logging
+
     import transformers
+
+    for name in ("faiss", "sentence_transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
