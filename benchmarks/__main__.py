@@ -256,6 +256,25 @@ def bench_retrieval(
     report(run_retrieval(corpus, questions, passages, queries), as_json)
 
 
+@app.command("recall")
+def bench_recall(
+    questions: Annotated[list[str], typer.Argument(help="Questions in FlashRAG's format with supporting_ids.")],
+    corpus: Annotated[list[Path], typer.Option(help="A corpus with their passages; several are joined.")],
+    model: Annotated[
+        str | None, typer.Option(help="An embedding model, to compare the dense and the hybrid index as well.")
+    ] = None,
+    passages: Annotated[int | None, typer.Option(help="Use only this many passages: the gold ones and others.")] = None,
+    sample: Annotated[int, typer.Option(help="Questions of each data set, drawn at random.")] = 150,
+    seed: Annotated[int, typer.Option(help="The seed of both.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure how often the first three passages contain a gold passage, or all of them, for each kind of index."""
+    from benchmarks.recall import run_recall
+
+    name = Path(model).name if model else ""
+    report(run_recall(corpus, questions, model, passages, sample, seed), as_json, embedding_model=name)
+
+
 @app.command("growth")
 def bench_growth(
     sizes: Annotated[str, typer.Option(help="Numbers of passages, comma-separated.")] = "100000,1000000",

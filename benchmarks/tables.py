@@ -17,6 +17,7 @@ from benchmarks.head import HeadArm, HeadResult
 from benchmarks.lora import LoraResult
 from benchmarks.output import cell, pyplot, save, table
 from benchmarks.rce import RceResult
+from benchmarks.recall import RecallResult
 from benchmarks.retrieval import RetrievalResult
 from benchmarks.update import Stage, UpdateResult
 from memopd.files import json_lines
@@ -42,6 +43,8 @@ def _result(values: dict[str, Any]) -> Any:
         return RceResult(values["model"], values["shape"], _as(EquivalenceReport, values["logits"]), gradients)
     if "retriever" in values:
         return _as(RetrievalResult, values)
+    if "any_3" in values:
+        return _as(RecallResult, values)
     if "build_memory" in values:
         return _as(GrowthResult, values)
     if "lora_rank" in values:
@@ -156,6 +159,16 @@ def engine_table(r: EngineResult) -> Table:
     return table(title, ["sampler", "s", "spread", "CPU s", "tokens/s", "speed"], rows)
 
 
+def recall_table(results: Sequence[RecallResult]) -> Table:
+    """A row for each index and query; a data set's cell has the share with any gold passage, and that with all."""
+    sets = list(dict.fromkeys((r.data_set, r.questions) for r in results))
+    share = {(r.index_kind, r.passages, r.query, r.data_set): f"{r.any_3:.2f} / {r.all_3:.2f}" for r in results}
+    arms = dict.fromkeys((r.index_kind, r.passages, r.query) for r in results)
+    rows = [[a[0], f"{a[1]:,}", a[2], *(share.get((*a, name), "") for name, _ in sets)] for a in arms]
+    headings = [f"{name}, {count}" for name, count in sets]
+    return table("gold among the first three: any / all", ["index", "passages", "query", *headings], rows)
+
+
 def retrieval_table(results: Sequence[RetrievalResult]) -> Table:
     rows = [
         [r.retriever, f"{r.passages:,}", cell(r.build_seconds), f"{r.disk_bytes / 1e6:,.1f}",
@@ -233,6 +246,7 @@ _TOGETHER: dict[type, Any] = {  # kinds whose results share one table
     AttentionResult: attention_table,
     RceResult: rce_table,
     RetrievalResult: retrieval_table,
+    RecallResult: recall_table,
     GrowthResult: growth_table,
     UpdateResult: update_table,
     LoraResult: lora_table,

@@ -191,6 +191,15 @@ def json_object(line: bytes) -> dict[str, Any]:
     return value
 
 
+def json_value(path: Path) -> Any:
+    """The value of a .json or .json.gz file, which is read whole."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return json.loads(file.read().decode("utf-8-sig"))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}; is the file cut off or damaged?") from None
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):

@@ -40,6 +40,39 @@ def test_a_corpus_is_read_in_order(tmp_path, suffix):
     assert corpus.skipped == 0
 
 
+@pytest.mark.parametrize("name", ["corpus.json", "corpus.json.gz", "corpus.jsonl"])
+def test_titles_and_texts_with_or_without_ids(tmp_path, name):
+    rows = [
+        GOOD,
+        {"_id": "b", "title": "BEIR", "text": "Its ids."},
+        {"idx": 0, "title": "A\nlist", "text": "Of HippoRAG."},
+        {"title": "Velm", "text": "The Velm is a river."},
+    ]
+    lines = "\n".join(json.dumps(row) for row in rows) if name.endswith("l") else json.dumps(rows)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(lines.encode()) if name.endswith("gz") else lines.encode())
+    assert list(read_corpus(path)) == [
+        Passage("17", "Velmora Works", "A maker of clocks."),
+        Passage("b", "BEIR", "Its ids."),
+        Passage("0", "A list", "Of HippoRAG."),
+        Passage("4883f6971f92b757", "Velm", "The Velm is a river."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"id": "17"}, r"corpus\.json: a \.json corpus must be one list"),
+        ([GOOD, 3], r"corpus\.json: item 1: must be a JSON object; .*--skip-bad"),
+        ([{"title": 3, "text": "x"}], "item 0: title, text: must be strings"),
+    ],
+)
+def test_a_malformed_list_is_named(tmp_path, value, message):
+    (tmp_path / "corpus.json").write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=message):
+        list(read_corpus(tmp_path / "corpus.json"))
+
+
 def test_what_is_written_reads_back(tmp_path):
     passages = [Passage(str(i), f'Title "{i}"', f"Text é {i}.\nMore.") for i in range(2500)]
     assert write_corpus(tmp_path / "corpus.jsonl", passages) == 2500

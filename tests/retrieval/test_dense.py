@@ -1,5 +1,9 @@
 """The dense index against brute force over embeddings computed by hand, with a tiny random model made here."""
 
+import json
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +29,7 @@ def tiny_encoder(folder, seed=0):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny_encoder(tmp_path_factory.mktemp("models") / "tiny")
+    return tiny_encoder(tmp_path_factory.mktemp("models") / "tiny-e5")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +131,7 @@ def test_what_it_was_built_with(folder, model):
 
 def test_another_model_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="not the model that this index was built with"):
-        open_index(folder, tiny_encoder(tmp_path / "other", seed=1))
+        open_index(folder, tiny_encoder(tmp_path / "other-e5", seed=1))
 
 
 @pytest.mark.parametrize("missing", ["/no/such/folder", "no-such-organisation/no-such-model"])
@@ -141,3 +145,66 @@ def test_the_model_belongs_to_the_kind(folder, tmp_path):
     for kind, model in (("dense", None), ("lexical", "any")):
         with pytest.raises(ValueError, match="--model"):
             build_index(folder.parent / "corpus.jsonl", tmp_path / "index", kind, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("bge", (None, None), ("", "")),
+        ("e5-base", (None, None), ("query: ", "passage: ")),
+        ("multilingual-e5-small", (None, None), ("query: ", "passage: ")),
+        ("bge", ("find: ", None), ("find: ", "")),
+        ("e5-base", ("", ""), ("", "")),
+    ],
+)
+def test_prefixes(tmp_path, name, given, expected):
+    """Those of E5 for a model that is called so, none for others, and your own before both."""
+    encoder = tiny_encoder(tmp_path / name)
+    write_corpus(tmp_path / "corpus.jsonl", PASSAGES[:20])
+    info = build_index(tmp_path / "corpus.jsonl", tmp_path / "index", "dense", encoder, prefixes=given)
+    assert (info.settings["query"], info.settings["passage"]) == expected
+    (hit,) = open_index(tmp_path / "index").search(["amber"], 1)[0]
+    texts = [expected[0] + "amber", expected[1] + hit.passage.contents]
+    assert hit.score == pytest.approx(float(np.prod(embed(encoder, texts), axis=0).sum()), abs=1e-5)
+
+
+def test_prefixes_that_the_model_defines(tmp_path):
+    encoder = tiny_encoder(tmp_path / "prompted")
+    (tmp_path / "prompted" / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": "query: ", "document": "amber: "}, "default_prompt_name": "query"})
+    )
+    (tmp_path / "prompted" / "modules.json").write_text(
+        json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+                    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}])
+    )  # fmt: skip
+    (tmp_path / "prompted" / "1_Pooling").mkdir()
+    (tmp_path / "prompted" / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True})
+    )
+    write_corpus(tmp_path / "corpus.jsonl", PASSAGES[:20])
+    info = build_index(tmp_path / "corpus.jsonl", tmp_path / "index", "dense", encoder)
+    assert (info.settings["query"], info.settings["passage"]) == ("query: ", "amber: ")
+    (hit,) = open_index(tmp_path / "index").search(["basin"], 1)[0]
+    texts = ["query: basin", f"amber: {hit.passage.contents}"]  # once: the default prompt is not added to them
+    assert hit.score == pytest.approx(float(np.prod(embed(encoder, texts), axis=0).sum()), abs=1e-5)
+
+
+def test_passages_are_looked_up_by_id(index):
+    assert index.passages([PASSAGES[7].id, "none"]) == {PASSAGES[7].id: PASSAGES[7]}
+
+
+MINILM = Path(os.environ.get("MEMOPD_MINILM", "/no/such/folder"))
+
+
+@pytest.mark.skipif(not MINILM.is_dir(), reason="needs all-MiniLM-L6-v2: name its folder in MEMOPD_MINILM")
+def test_minilm_as_its_card_computes_it(tmp_path):
+    """Mean pooling over the attention mask, length 1, 256 tokens and no prefix, as sentence-transformers documents."""
+    passages = [*PASSAGES[:20], Passage("long", "Velm", "The Velm is a river of Tarn. " * 100)]
+    write_corpus(tmp_path / "corpus.jsonl", passages)
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index", "dense", str(MINILM))
+    expected = embed(str(MINILM), [p.contents for p in passages])
+    query = embed(str(MINILM), ["where is the river"])[0]
+    hits = open_index(tmp_path / "index").search(["where is the river"], len(passages))[0]
+    scores = {p.id: float(query @ vector) for p, vector in zip(passages, expected, strict=True)}
+    assert [hit.score for hit in hits] == pytest.approx([scores[hit.passage.id] for hit in hits], abs=1e-5)
+    assert hits[0].passage.id == "long"

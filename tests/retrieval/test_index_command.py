@@ -1,11 +1,14 @@
 """`memopd index` and `memopd serve retrieval` as a person meets them."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from hashlib import sha256
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +16,7 @@ import typer
 from ties import tied_passages
 from typer.testing import CliRunner
 
+from memopd import __version__
 from memopd.cli import retrieval
 from memopd.retrieval import build_index, open_index, write_corpus
 
@@ -111,6 +115,25 @@ def test_serve(folder):
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(20)
+
+
+def test_a_source_tree_without_an_installation(corpus, tmp_path):
+    """With nothing but PYTHONPATH: every installed package except memopd itself, whose metadata is not there."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if "memopd" not in path.name:
+            (site / path.name).symlink_to(path)
+    source = str(Path(retrieval.__file__).parents[2])
+    python = [os.path.realpath(sys.executable), "-s"]
+    environment = {"PYTHONPATH": os.pathsep.join([source, str(site)]), "PATH": os.environ["PATH"]}
+    options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    check = "import importlib.metadata as m; m.version('memopd')"
+    assert "PackageNotFoundError" in subprocess.run([*python, "-c", check], **options).stderr
+    build = ["-m", "memopd.cli", "index", "build", str(corpus), "-o", "index"]
+    done = subprocess.run([*python, *build], **options)
+    assert (done.stdout, done.returncode) == ("index: 300 passages\n", 0), done.stderr
+    assert json.loads((tmp_path / "index" / "memopd-index.json").read_text())["versions"]["memopd"] == __version__
 
 
 def test_a_port_that_is_taken(folder):

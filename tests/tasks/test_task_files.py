@@ -129,6 +129,10 @@ def test_tasks_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+MEM1 = "Follow this structure after <information> or the initial questions: <think> ... </think>.\n"
+WHO, WHEN = Question("0.0", "who?", ("Oskel",)), Question("0.1", "when?", ("1871",))
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -147,6 +151,30 @@ def test_tasks_appear_whole_or_not_at_all(tmp_path, monkeypatch):
             verl([["Oskel"], ["1871", "in 71"]], "See the questions.\nAnswer the following questions: A; b?; when?\n"),
             Task("nq-q2-0", (Question("0.0", "A; b?", ("Oskel",)), Question("0.1", "when?", ("1871", "in 71"))), "nq"),
         ),
+        # MEM1's own instructions speak of questions twice before they come; of one question, too.
+        (
+            verl([["Oskel"], ["1871"]], f"{MEM1}Answer the following questions: who?; when?\n"),
+            Task("nq-q2-0", (WHO, WHEN), "nq"),
+        ),
+        (
+            verl([["Oskel"]], f"{MEM1}Answer the following questions: who?\n"),
+            Task("nq-q1-0", (Question("0", "who?", ("Oskel",)),), "nq"),
+        ),
+        # The last place that has as many questions as there are answers: a question may contain the word.
+        (
+            verl([["Oskel"], ["Ann"]], "Questions: who?; who asked the question: why?"),
+            Task("nq-q2-0", (WHO, Question("0.1", "who asked the question: why?", ("Ann",))), "nq"),
+        ),
+        # Documents after the questions are no part of the last one.
+        (
+            verl([["Oskel"], ["1871"]], "Questions: who?; when?\nContext: Oskel founded it. Why? In 1871."),
+            Task("nq-q2-0", (WHO, WHEN), "nq"),
+        ),
+        # MEM1's files of single questions have the answer alone.
+        (
+            verl("Oskel", "Question: who?\n"),
+            Task("nq-q1-0", (Question("0", "who?", ("Oskel",)),), "nq"),
+        ),
         # A list of questions says it best.
         (
             verl([["Oskel"], ["1871"]], "", extra_info={"questions": ["who", "when"]}),
@@ -164,7 +192,7 @@ def test_rows_of_other_programs(tmp_path, row, expected):
     "content",
     [
         "who founded it?",  # where do the questions begin?
-        "Question: here?; or Question: here?",  # or here?
+        "The questions: one?; two?; three?\nQuestion: here?",  # neither place has two
         "Questions: who?; when?; where?",  # three for two alias lists
         None,
     ],
@@ -239,7 +267,7 @@ def test_a_missing_file_and_an_unknown_format(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         read_tasks(tmp_path / "nq.jsonl")
     (tmp_path / "nq.csv").touch()
-    with pytest.raises(ValueError, match=r"must end in \.jsonl, \.jsonl\.gz or \.parquet"):
+    with pytest.raises(ValueError, match=r"must end in \.jsonl, \.jsonl\.gz, \.json, \.json\.gz or \.parquet"):
         read_tasks(tmp_path / "nq.csv")
 
 

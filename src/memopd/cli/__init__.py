@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from memopd.cli import audit, config, policy, report, retrieval, rollout, tasks, train, world
+from memopd.cli.demonstrate import demonstrate
 from memopd.cli.gateway import gateway
 from memopd.cli.merge import merge
 from memopd.cli.options import run
@@ -21,6 +22,7 @@ app.add_typer(tasks.app, name="tasks")
 app.add_typer(retrieval.index, name="index")
 app.add_typer(retrieval.serve, name="serve")
 policy.register(retrieval.serve)
+app.command()(demonstrate)
 app.add_typer(rollout.app)
 app.command()(gateway)
 app.add_typer(audit.app)

@@ -18,25 +18,34 @@ serve = typer.Typer(help="Serve an index or a policy over HTTP.", no_args_is_hel
 class Kind(StrEnum):
     lexical = "lexical"
     dense = "dense"
+    hybrid = "hybrid"
 
 
-Model = Annotated[str | None, typer.Option(help="The embedding model of a dense index: a folder or a hub name.")]
+Model = Annotated[str | None, typer.Option(help="The embedding model of a dense or hybrid index.")]
 
 
 @index.command()
 def build(
     corpus: Annotated[Path, typer.Argument(help="JSON lines with id and contents: .jsonl or .jsonl.gz.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The index folder to write.")],
-    kind: Annotated[Kind, typer.Option(help="BM25 (lexical), or embeddings (dense).")] = Kind.lexical,
+    kind: Annotated[
+        Kind, typer.Option(help="BM25 (lexical), embeddings (dense), or both, fused by rank (hybrid).")
+    ] = Kind.lexical,
     model: Model = None,
+    query_prefix: Annotated[
+        str | None, typer.Option(help="What the model reads before a query, if it does not say so itself.")
+    ] = None,
+    passage_prefix: Annotated[
+        str | None, typer.Option(help="What the model reads before a passage, if it does not say so itself.")
+    ] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip malformed rows and count them.")] = False,
 ) -> None:
     """Build an index on disk from a corpus in the format of wiki-18."""
     from memopd.retrieval import build_index
 
-    if kind is Kind.dense:
+    if kind is not Kind.lexical:
         _quiet()
-    info = build_index(corpus, output, kind, model, skip_bad, track)
+    info = build_index(corpus, output, kind, model, skip_bad, track, (query_prefix, passage_prefix))
     skipped = f", {info.skipped:,} malformed rows skipped" if info.skipped else ""
     print(f"{output}: {info.passages:,} passages{skipped}")
 
@@ -87,7 +96,7 @@ def retrieval(
 
     token = token_of(TOKEN, host)
     known = read_info(folder)
-    if known.kind == Kind.dense:
+    if known.kind != Kind.lexical:
         _quiet()
     limits = Limits(max_queries, max_length, max_topk)
     app = create_app(open_index(folder, model), limits, topk, token=token, host=host)
@@ -102,8 +111,13 @@ def retrieval(
 
 
 def _quiet() -> None:
-    """Turn off the progress bars of other libraries, which would overwrite ours."""
+    """Turn off the progress bars and messages of other libraries, which would overwrite ours."""
+    import logging
+
     import transformers
+
+    for name in ("faiss", "sentence_transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -2,7 +2,7 @@
 
 from memopd.retrieval.build import build_index
 from memopd.retrieval.corpus import Passage, read_corpus, write_corpus
-from memopd.retrieval.index import Hit, Index, IndexInfo, open_index, read_info
+from memopd.retrieval.index import Hit, Index, IndexInfo, open_index, passages_of, read_info
 
 __all__ = [
     "Hit",
@@ -11,6 +11,7 @@ __all__ = [
     "Passage",
     "build_index",
     "open_index",
+    "passages_of",
     "read_corpus",
     "read_info",
     "write_corpus",

@@ -3,7 +3,8 @@
     {"id": "17", "contents": "\\"Velmora Works\\"\\nVelmora Works is a maker of clocks in Tarn."}
 
 `contents` is the title line, in double quotes, and the text. Rows are read one at a time, so a corpus need not fit in
-memory.
+memory. Other corpora have `title` and `text` instead, and perhaps no id, or are one list in a .json file, which is read
+whole. A passage without an id gets a digest of its title and text.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from memopd.files import json_object, lines, whole
+from memopd.files import json_object, json_value, lines, whole
+from memopd.tasks.rows import passage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,15 @@ class Corpus:
     def __iter__(self) -> Iterator[Passage]:
         self.skipped = 0
         seen: set[str] = set()
-        for number, line in lines(self.path):
+        for place, row in _rows(self.path):
             try:
-                passage = _passage(line)
+                passage = _passage(json_object(row) if isinstance(row, bytes) else row)
                 if passage.id in seen:
                     raise ValueError(f"id: {passage.id!r} is also the id of an earlier row")
             except ValueError as why:
                 if not self.skip_bad:
                     hint = "correct the row, or skip such rows with --skip-bad"
-                    raise ValueError(f"{self.path}: line {number}: {why}; {hint}") from None
+                    raise ValueError(f"{self.path}: {place}: {why}; {hint}") from None
                 self.skipped += 1
                 continue
             seen.add(passage.id)
@@ -73,6 +75,8 @@ class Corpus:
 
     def __length_hint__(self) -> int:
         """Estimate the number of rows for progress bars, from the size of the first thousand."""
+        if _is_list(self.path):
+            return 0  # a list may be a single line
         with self.path.open("rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if self.path.suffix == ".gz" else raw
             try:
@@ -86,7 +90,7 @@ def read_corpus(path: Path | str, skip_bad: bool = False) -> Corpus:
     """Read a corpus. A malformed row raises an error that names file and line; `skip_bad` skips and counts them."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; a corpus is a .jsonl or .jsonl.gz file")
+        raise ValueError(f"{path}: no such file; a corpus is a .jsonl or .json file, or one of these as .gz")
     return Corpus(path, skip_bad)
 
 
@@ -100,20 +104,50 @@ def write_corpus(path: Path, passages: Iterable[Passage]) -> int:
     return count
 
 
-def _passage(line: bytes) -> Passage:
-    row = json_object(line)
+def _is_list(path: Path) -> bool:
+    return path.name.endswith((".json", ".json.gz"))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a corpus, each with its place: lines as bytes, or the items of a list."""
+    if not _is_list(path):
+        yield from ((f"line {number}", line) for number, line in lines(path))
+        return
+    value = json_value(path)
+    if not isinstance(value, list):
+        raise ValueError(f"{path}: a .json corpus must be one list of passages; name lines of JSON .jsonl")
+    yield from ((f"item {number}", item) for number, item in enumerate(value))
+
+
+def _passage(row: Any) -> Passage:
+    if not isinstance(row, dict):
+        raise ValueError("must be a JSON object")
+    if "contents" not in row and {"title", "text"} <= row.keys():
+        return _titled(row)
     for name in ("id", "contents"):
         if name not in row:
             raise ValueError(f"{name}: missing")
-    id, contents = row["id"], row["contents"]
-    if type(id) is int:  # not isinstance, for which true is an integer
-        id = str(id)
-    if not isinstance(id, str) or not id:
-        raise ValueError(f"id: must be a string, not empty, got {row['id']!r}")
+    contents = row["contents"]
     if not isinstance(contents, str):
         raise ValueError(f"contents: must be a string, got {type(contents).__name__}")
+    return Passage.of(_id(row["id"], contents), contents)
+
+
+def _titled(row: dict[str, Any]) -> Passage:
+    title, text = row["title"], row["text"]
+    if not isinstance(title, str) or not isinstance(text, str):
+        raise ValueError("title, text: must be strings")
+    given = next((row[name] for name in ("id", "_id", "idx") if row.get(name) is not None), passage_id(title, text))
+    return Passage(_id(given, title + text), " ".join(title.split()), text)
+
+
+def _id(id: Any, contents: str) -> str:
+    """Check an id, and that it and the contents can be stored."""
+    text = str(id) if type(id) is int else id  # not isinstance, for which true is an integer
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"id: must be a string, not empty, got {id!r}")
     try:
-        (id + contents).encode()
+        (text + contents).encode()
     except UnicodeEncodeError:
         raise ValueError("half of a surrogate pair, which no text file can hold") from None
-    return Passage.of(id, contents)
+    return text

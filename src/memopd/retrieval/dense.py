@@ -1,7 +1,9 @@
-"""Retrieval by embedding, with a sentence-transformers model and faiss, set up as E5 requires.
+"""Retrieval by embedding, with a sentence-transformers model and faiss.
 
-Texts are prefixed by `query: ` or `passage: ` and cut to 256 tokens. Pooling is the model's own (the mean for E5 and
-for folders that do not define one), and vectors have length 1. The index is flat: all inner products are exact.
+Queries and passages begin with the prefixes that the model was trained with: those that it defines itself (`prompts`),
+or E5's `query: ` and `passage: ` for a model with e5 in its name, or none. Texts are cut to 256 tokens. Pooling is the
+model's own (the mean for folders that do not define one), and vectors have length 1. The index is flat: all inner
+products are exact.
 
     vectors.faiss    row i is the vector of passage i
     passages.jsonl   line i is passage i
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,31 +30,37 @@ from memopd.types import Floats
 
 Vectors: TypeAlias = NDArray[np.float32]
 
-_QUERY, _PASSAGE = "query: ", "passage: "
+_E5 = ("query: ", "passage: ")
 _TOKENS = 256
 _BATCH = 64
 _CHUNK = 64 * _BATCH  # passages encoded at once, so that batches of similar length waste less padding
 _TIE = 1e-6  # closer scores count as equal: padding changes a unit vector by about 1e-7
 
 
-def write_dense(folder: Path, passages: Iterable[Passage], model: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Write an index. Return the number of passages, the settings and the versions."""
+def write_dense(
+    folder: Path, passages: Iterable[Passage], model: str, prefixes: tuple[str | None, str | None] = (None, None)
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Write an index. Return the number of passages, the settings and the versions.
+
+    `prefixes` are those of queries and of passages, in place of the model's own.
+    """
     import faiss
     import sentence_transformers
 
     encoder = _load(model)
+    query, prefix = (g if g is not None else own for g, own in zip(prefixes, _own(encoder, model), strict=True))
     index = faiss.IndexFlatIP(_width(encoder))
     offsets = [0]
     with (folder / "passages.jsonl").open("wb") as file:
         for chunk in _chunks(passages):
-            index.add(_encode(encoder, [_PASSAGE + passage.contents for passage in chunk]))
+            index.add(_encode(encoder, [prefix + passage.contents for passage in chunk]))
             for passage in chunk:
                 line = json.dumps([passage.id, passage.title, passage.text], ensure_ascii=False).encode() + b"\n"
                 offsets.append(offsets[-1] + file.write(line))
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))
     faiss.write_index(index, str(folder / "vectors.faiss"))
     where = str(Path(model).resolve()) if Path(model).exists() else model
-    settings = {"model": where, "width": index.d, "tokens": _TOKENS, "query": _QUERY, "passage": _PASSAGE}
+    settings = {"model": where, "width": index.d, "tokens": _TOKENS, "query": query, "passage": prefix}
     versions = {"faiss": faiss.__version__, "sentence-transformers": sentence_transformers.__version__}
     return index.ntotal, settings, versions
 
@@ -62,7 +71,9 @@ class DenseIndex:
     def __init__(self, folder: Path, model: str | None = None) -> None:
         import faiss
 
-        model = model or read_info(folder).settings["model"]
+        settings = read_info(folder).settings
+        model = model or str(settings["model"])
+        self._query, self._prefix = settings["query"], settings["passage"]
         self._index = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP)
         self._offsets = np.load(folder / "offsets.npy")
         self._file = (folder / "passages.jsonl").open("rb")
@@ -75,9 +86,14 @@ class DenseIndex:
         if not queries:
             return []
         with self._lock:
-            vectors = _encode(self._encoder, [_QUERY + readable(query) for query in queries])
+            vectors = _encode(self._encoder, [self._query + readable(query) for query in queries])
             found = zip(queries, vectors, self._rows(vectors, k), strict=True)
             return [self._best(vector, rows, k) if query.strip() else [] for query, vector, rows in found]
+
+    def passages(self, ids: Iterable[str]) -> dict[str, Passage]:
+        wanted = set(ids)
+        every = (self._passage(row) for row in range(self._index.ntotal)) if wanted else iter(())
+        return {passage.id: passage for passage in every if passage.id in wanted}
 
     def _rows(self, vectors: Vectors, k: int) -> list[NDArray[np.int64]]:
         """For each vector, the k best rows and all that may tie with the last of them."""
@@ -102,7 +118,7 @@ class DenseIndex:
 
     def _check(self, model: str) -> None:
         """Check that the model gives the first passage the vector that is in the index."""
-        vector = _encode(self._encoder, [_PASSAGE + self._passage(0).contents])[0]
+        vector = _encode(self._encoder, [self._prefix + self._passage(0).contents])[0]
         stored = self._index.reconstruct(0)
         if vector.shape != stored.shape or float(vector @ stored) < 0.99:
             raise ValueError(f"{model}: not the model that this index was built with; give that one with --model")
@@ -131,12 +147,22 @@ def _load(model: str) -> Any:
     return encoder
 
 
+def _own(encoder: Any, model: str) -> tuple[str, str]:
+    """The prefixes of a model for queries and for passages."""
+    prompts = getattr(encoder, "prompts", None) or {}
+    query, passage = prompts.get("query") or "", prompts.get("passage") or prompts.get("document") or ""
+    if query or passage:
+        return query, passage
+    return _E5 if re.search(r"\be5\b|_e5", Path(model).name.lower()) else ("", "")
+
+
 def _width(encoder: Any) -> int:
-    return _encode(encoder, [_PASSAGE]).shape[1]
+    return _encode(encoder, ["width"]).shape[1]
 
 
 def _encode(encoder: Any, texts: list[str]) -> Vectors:
-    return encoder.encode(texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
+    # The prefixes are in the texts, so no default prompt of the model may be added.
+    return encoder.encode(texts, prompt="", batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
 
 
 def _chunks(passages: Iterable[Passage]) -> Iterator[list[Passage]]:

@@ -9,13 +9,14 @@ Every kind of index orders equal scores by passage id, so that answers do not de
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from memopd.retrieval.corpus import Passage
 
+KINDS = ("lexical", "dense", "hybrid")
 MAX_QUERY = 4096  # characters
 
 _INFO = "memopd-index.json"  # in every index folder
@@ -36,10 +37,19 @@ class Index(Protocol):
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]: ...
 
 
+def passages_of(index: Index, ids: Iterable[str]) -> dict[str, Passage]:
+    """Look up passages by id, as far as the index has them. Search-R1's protocol cannot do this, so a folder must."""
+    lookup = getattr(index, "passages", None)
+    if lookup is None:
+        raise ValueError("gold passages are looked up by id, which a retrieval service cannot do: give an index folder")
+    found: dict[str, Passage] = lookup(ids)
+    return found
+
+
 def open_index(where: Path | str, model: str | None = None) -> Index:
     """Open an index folder, or with http(s):// a service that uses Search-R1's protocol.
 
-    `model` is the embedding model of a dense index, if it has moved since the index was built.
+    `model` is the embedding model of a dense or hybrid index, if it has moved since the index was built.
     """
     if str(where).startswith(("http://", "https://")):
         from memopd.retrieval.client import RemoteIndex
@@ -51,6 +61,10 @@ def open_index(where: Path | str, model: str | None = None) -> Index:
         from memopd.retrieval.dense import DenseIndex
 
         return DenseIndex(folder, model)
+    if info.kind == "hybrid":
+        from memopd.retrieval.hybrid import HybridIndex
+
+        return HybridIndex(folder, model)
     from memopd.retrieval.lexical import LexicalIndex
 
     return LexicalIndex(folder)
@@ -71,7 +85,7 @@ def check_k(k: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IndexInfo:
-    kind: str  # "lexical" or "dense"
+    kind: str  # one of KINDS
     passages: int
     skipped: int  # rows of the corpus that were skipped
     corpus: str  # its file name
@@ -96,6 +110,6 @@ def read_info(folder: Path) -> IndexInfo:
         info = IndexInfo(**json.loads(path.read_text()))
     except (TypeError, ValueError) as why:
         raise ValueError(f"{path}: damaged ({why}); build the index again") from None
-    if info.kind not in ("lexical", "dense"):
-        raise ValueError(f"{path}: kind: must be lexical or dense, got {info.kind!r}; build the index again")
+    if info.kind not in KINDS:
+        raise ValueError(f"{path}: kind: must be {' or '.join(KINDS)}, got {info.kind!r}; build the index again")
     return info

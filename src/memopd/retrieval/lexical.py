@@ -72,6 +72,14 @@ class LexicalIndex:
             return [self._search(queries[0], k)]
         return list(self._pool.map(lambda query: self._search(query, k), queries))
 
+    def passages(self, ids: Iterable[str]) -> dict[str, Passage]:
+        found = (self._by_id(id) for id in dict.fromkeys(ids))
+        return {passage.id: passage for passage in found if passage is not None}
+
+    def _by_id(self, id: str) -> Passage | None:
+        hits = self._searcher.search(tantivy.Query.term_query(self._schema, "id", id), 1, count=False).hits
+        return self._passage(hits[0][1]) if hits else None
+
     def _search(self, query: str, k: int) -> list[Hit]:
         terms = list(dict.fromkeys(self._analyzer.analyze(readable(query))))
         return self._best(self._any_of(terms), k) if terms else []

@@ -1,6 +1,8 @@
-"""Question sets on disk: FlashRAG's JSON lines, and the Parquet of Search-R1 and verl, read and written.
+"""Question sets on disk, in JSON or JSON lines as they are published, and the Parquet of Search-R1 and verl.
 
     {"id": "nq-0", "question": "who founded velmora works", "golden_answers": ["Tarin Oskel"], "metadata": {}}
+
+`rows` lists the formats of a question.
 
 A row of Parquet is a task of k questions: `data_source`, `prompt` (list of role, content), `ability`,
 `reward_model.ground_truth.target` (a list of alias lists), `extra_info`. Ids, question texts, kinds and steps, which
@@ -12,24 +14,25 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from memopd.files import json_object, lines, whole
+from memopd.files import json_object, json_value, lines, whole
+from memopd.tasks.rows import Row, aliases_of, encodable, ids_of, passages_in, question_of, short, squad_rows, text_of
 from memopd.tasks.task import Question, Step, Task
-
-Row: TypeAlias = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
 _TEXT = pa.string()
 _STEP = pa.struct({"query": _TEXT, "title": _TEXT, "fact": _TEXT})
-_QUESTION = pa.struct({"id": _TEXT, "text": _TEXT, "kind": _TEXT, "steps": pa.list_(_STEP)})
+_QUESTION = pa.struct(
+    {"id": _TEXT, "text": _TEXT, "kind": _TEXT, "steps": pa.list_(_STEP), "supporting": pa.list_(_TEXT)}
+)
 _TARGET = pa.struct({"target": pa.list_(pa.list_(_TEXT))})
 _SCHEMA = pa.schema(
     {
@@ -42,23 +45,29 @@ _SCHEMA = pa.schema(
 )
 _HUB = "hub:"
 _ASKED = re.compile(r"\bquestions?:", re.IGNORECASE)  # the word before the questions in common prompts
+_CONTEXT = re.compile(r"(?:\n|(?<=\?))\s*Context:")  # the word before the documents in some of them
 _BETWEEN = re.compile(r"(?<=\?);\s*")  # MEM1 joins questions, which end in "?", by "; "
 
 
 def read_tasks(path: str | Path, skip_bad: bool = False) -> list[Task]:
-    """Read the tasks of a .jsonl, .jsonl.gz or .parquet file, or of `hub:org/dataset[:config]:split`.
+    """Read the tasks of a .jsonl, .json (both also as .gz) or .parquet file, or of `hub:org/dataset[:config]:split`.
 
-    A row with only `golden_answers` is a task of one question. A malformed row raises a ValueError that names the file
-    and the line (from 1) or row (from 0). With `skip_bad`, malformed rows are skipped and their number is logged.
+    A question of its own is a task of one; questions that a data set marks as unanswerable are left out. A malformed
+    row raises a ValueError that names the file and the line (from 1), row or item (from 0). With `skip_bad`, malformed
+    rows are skipped and their number is logged.
     """
     tasks: list[Task] = []
     places: dict[str, str] = {}
     bad: list[str] = []
+    unanswerable = 0
     source = source_of(path)
     for number, (place, given) in enumerate(_rows(path)):
         try:
             row = json_object(given) if isinstance(given, bytes) else given
             task = _task(row, number, source)
+            if task is None:
+                unanswerable += 1
+                continue
             if task.id in places:
                 raise ValueError(f"task {task.id!r} is already on {places[task.id]}; ids must differ")
         except ValueError as error:
@@ -68,9 +77,20 @@ def read_tasks(path: str | Path, skip_bad: bool = False) -> list[Task]:
         else:
             places[task.id] = place
             tasks.append(task)
+    if unanswerable:
+        logger.info("%s: left out %d questions without an answer", path, unanswerable)
     if bad:
         logger.warning("%s: skipped %d of %d rows; the first: %s", path, len(bad), len(bad) + len(tasks), bad[0])
     return tasks
+
+
+def read_passages(path: str | Path) -> Iterator[tuple[str, str, str]]:
+    """The id, title and text of every passage that comes with the questions of a file. Passages may repeat."""
+    for place, given in _rows(path):
+        try:
+            yield from passages_in(json_object(given) if isinstance(given, bytes) else given)
+        except ValueError as error:
+            raise ValueError(f"{path}: {place}: {error}") from None
 
 
 def read_questions(path: str | Path, skip_bad: bool = False) -> list[Question]:
@@ -79,6 +99,48 @@ def read_questions(path: str | Path, skip_bad: bool = False) -> list[Question]:
     if len(sources := dict.fromkeys(task.source for task in tasks)) > 1:
         raise ValueError(f"{path}: contains several data sets ({', '.join(sources)}); read_tasks keeps them apart")
     return [question for task in tasks for question in task.questions]
+
+
+def read_sets(
+    paths: Sequence[str], names: Sequence[str] | None = None, skip_bad: bool = False, ids: frozenset[str] | None = None
+) -> list[tuple[str, list[Question]]]:
+    """Read the data sets of some files, each with its name. With `ids`, only these questions.
+
+    `names` are the names of the data sets, one per file; by default a row or the name of its file says it. A file may
+    contain several data sets.
+    """
+    if names and len(names) != len(paths):
+        raise ValueError(f"--source was given {len(names)} times for {len(paths)} files; give one for each, or none")
+    sets: list[tuple[str, list[Question]]] = []
+    for i, path in enumerate(paths):
+        of_file: dict[str, list[Question]] = {}
+        for task in read_tasks(path, skip_bad):
+            kept = (q for q in task.questions if ids is None or q.id in ids)
+            of_file.setdefault(names[i] if names else task.source, []).extend(kept)
+        sets += of_file.items()
+    return sets
+
+
+def read_split(path: Path, part: str) -> frozenset[str]:
+    """The ids of one part of a split: {"nq": {"sft": ["nq-0", ...], "rl": [...]}, ...}, or one data set's parts alone.
+
+    An id in two parts is an error, so questions of different parts are never the same.
+    """
+    try:
+        given = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
+    sets = given.values() if isinstance(given, dict) and all(isinstance(v, dict) for v in given.values()) else [given]
+    part_of: dict[str, str] = {}
+    for parts in sets:
+        if not isinstance(parts, dict) or not all(isinstance(ids, list) for ids in parts.values()):
+            raise ValueError(f"{path}: must map each data set, or nothing else, to its parts, which are lists of ids")
+        for name, id in ((name, str(id)) for name, ids in parts.items() for id in ids):
+            if part_of.setdefault(id, name) != name:
+                raise ValueError(f"{path}: question {id!r} is in {part_of[id]!r} and in {name!r}; remove one of them")
+    if part not in part_of.values():
+        raise ValueError(f"{path}: has no part {part!r}; its parts are {', '.join(sorted(set(part_of.values())))}")
+    return frozenset(id for id, name in part_of.items() if name == part)
 
 
 def group(questions: Iterable[Question], k: int, source: str) -> list[Task]:
@@ -126,7 +188,13 @@ def source_of(path: str | Path) -> str:
 
 def _written(index: int, task: Task, prompt: str) -> Row:
     questions = [
-        {"id": q.id, "text": q.text, "kind": q.kind, "steps": [asdict(step) for step in q.steps]}
+        {
+            "id": q.id,
+            "text": q.text,
+            "kind": q.kind,
+            "steps": [asdict(step) for step in q.steps],
+            "supporting": q.supporting,
+        }
         for q in task.questions
     ]
     return {
@@ -150,7 +218,24 @@ def _rows(path: str | Path) -> Iterator[tuple[str, bytes | Row]]:
         return _parquet_rows(path)
     if name.endswith((".jsonl", ".jsonl.gz")):
         return ((f"line {number}", line) for number, line in lines(path))
-    raise ValueError(f"{path}: must end in .jsonl, .jsonl.gz or .parquet (or be hub:org/dataset:split)")
+    if name.endswith((".json", ".json.gz")):
+        return _json_rows(path)
+    raise ValueError(
+        f"{path}: must end in .jsonl, .jsonl.gz, .json, .json.gz or .parquet (or be hub:org/dataset:split)"
+    )
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """The items of a file that is one list, or of SQuAD's, which is nested."""
+    value = json_value(path)
+    try:
+        rows = list(squad_rows(value["data"])) if isinstance(value, dict) and "data" in value else value
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f'{path}: must be a list of questions, or SQuAD\'s {{"data": [...]}}; lines end in .jsonl')
+    for number, row in enumerate(rows):
+        yield f"item {number}", row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -184,18 +269,20 @@ def _hub_name(path: str) -> tuple[str, str, str]:
     raise ValueError(f"{path}: must be hub:org/dataset:split or hub:org/dataset:config:split")
 
 
-def _task(row: Row, number: int, source: str) -> Task:
+def _task(row: Row, number: int, source: str) -> Task | None:
     if "reward_model" not in row:
-        question = _question(row)
+        question = question_of(row, number)
+        if question is None:
+            return None
         return Task(_task_id(source, 1, question.id), (question,), source)
-    source = _text(row, "data_source") if row.get("data_source") is not None else source
+    source = text_of(row, "data_source") if row.get("data_source") is not None else source
     targets = _targets(row)
     extra = row["extra_info"] if isinstance(row.get("extra_info"), dict) else {}
     if _is_ours(extra):
         if len(extra["questions"]) != len(targets):
             raise ValueError(f"extra_info.questions: {len(extra['questions'])} for {len(targets)} alias lists")
         pairs = zip(extra["questions"], targets, strict=True)
-        return Task(_text(extra, "id"), tuple(_our_question(q, answers) for q, answers in pairs), source)
+        return Task(text_of(extra, "id"), tuple(_our_question(q, answers) for q, answers in pairs), source)
     # A row that another program wrote. The id of a row with several questions is not an id of any of them.
     k = len(targets)
     own = str(row["id"]) if k == 1 and isinstance(row.get("id"), str | int) else str(number)
@@ -210,20 +297,12 @@ def _task_id(source: str, k: int, first: str) -> str:
     return f"{source}-q{k}-{first}" if source else f"q{k}-{first}"
 
 
-def _question(row: Row) -> Question:
-    """Read a row in FlashRAG's format."""
-    id = str(row["id"]) if type(row.get("id")) is int else _text(row, "id")
-    metadata = row.get("metadata")
-    kind = metadata.get("type") if isinstance(metadata, dict) else None
-    answers = _aliases(row.get("golden_answers"), "golden_answers")
-    return Question(id, _text(row, "question"), answers, kind if isinstance(kind, str) else "")
-
-
 def _our_question(row: Row, answers: tuple[str, ...]) -> Question:
     if not isinstance(row["steps"], list) or not all(isinstance(step, dict) for step in row["steps"]):
-        raise ValueError(f"extra_info.questions: steps: must be a list of searches, got {_short(row['steps'])}")
-    steps = (Step(*(_text(step, name) for name in ("query", "title", "fact"))) for step in row["steps"])
-    return Question(_text(row, "id"), _text(row, "text"), answers, _text(row, "kind"), tuple(steps))
+        raise ValueError(f"extra_info.questions: steps: must be a list of searches, got {short(row['steps'])}")
+    steps = (Step(*(text_of(step, name) for name in ("query", "title", "fact"))) for step in row["steps"])
+    supporting = ids_of(row.get("supporting"), "extra_info.questions: supporting")
+    return Question(text_of(row, "id"), text_of(row, "text"), answers, text_of(row, "kind"), tuple(steps), supporting)
 
 
 def _is_ours(extra: Row) -> bool:
@@ -238,57 +317,33 @@ def _targets(row: Row) -> list[tuple[str, ...]]:
     value: Any = row
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, str):  # MEM1's files of single questions
+        value = [value]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name}: must be a list of alias lists, got {_short(value)}")
+        raise ValueError(f"{name}: must be a list of alias lists, got {short(value)}")
     if not any(isinstance(aliases, list) for aliases in value):
-        return [_aliases(value, name)]
-    return [_aliases(aliases, f"{name}[{i}]") for i, aliases in enumerate(value)]
-
-
-def _aliases(value: Any, name: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(alias, str) for alias in value):
-        raise ValueError(f"{name}: must be a list of strings, got {_short(value)}")
-    if not any(alias.strip() for alias in value):
-        raise ValueError(f"{name}: must contain an answer, got {_short(value)}")
-    return tuple(_encodable(alias, name) for alias in value)
+        return [aliases_of(value, name)]
+    return [aliases_of(aliases, f"{name}[{i}]") for i, aliases in enumerate(value)]
 
 
 def _texts(row: Row, extra: Row, k: int) -> list[str]:
     """Find the k questions of a row that another program wrote, in the columns that such programs use."""
     given = [holder.get(name) for holder in (row, extra) for name in ("questions", "question")]
-    for value in (*given, _after_instructions(row.get("prompt"))):
+    for value in (*given, *_after_instructions(row.get("prompt"))):
         if isinstance(value, str):
             value = [value.strip()] if k == 1 else _BETWEEN.split(value.strip())
-        if isinstance(value, list) and len(value) == k and all(isinstance(text, str) for text in value):
-            return [_encodable(text, "question") for text in value]
+        if isinstance(value, list) and len(value) == k and all(isinstance(t, str) and t for t in value):
+            return [encodable(text, "question") for text in value]
     raise ValueError(f"cannot find its {k} question(s) in its prompt; add a column `questions` with a list of {k}")
 
 
-def _after_instructions(prompt: Any) -> str | None:
-    """The questions in "<instructions> Question: <questions>"; None unless it is clear where they begin."""
+def _after_instructions(prompt: Any) -> Iterator[str]:
+    """What may be the questions in "<instructions> Questions: <questions>", the last place first.
+
+    MEM1's instructions speak of "the initial questions:" before "the following questions:". A context may follow.
+    """
     messages = prompt if isinstance(prompt, list) else []
     contents = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
-    if not contents or not isinstance(contents[-1], str) or len(marks := list(_ASKED.finditer(contents[-1]))) != 1:
-        return None
-    return contents[-1][marks[0].end() :]
-
-
-def _text(row: Row, name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name}: must be a string, got {_short(value)}")
-    return _encodable(value, name)
-
-
-def _encodable(text: str, name: str) -> str:
-    """Reject half a surrogate pair, which JSON can contain but no text file can store."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name}: contains half of a surrogate pair, got {_short(text)}") from None
-    return text
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if contents and isinstance(contents[-1], str):
+        for mark in reversed(list(_ASKED.finditer(contents[-1]))):
+            yield _CONTEXT.split(contents[-1][mark.end() :], maxsplit=1)[0]

@@ -1,6 +1,7 @@
 """Questions with their accepted answers, grouped into tasks of k.
 
 Task ── questions ──> Question ── answers  the aliases of one answer
+                         ├── supporting  the ids of its gold passages
                          └── steps ──> Step  how the oracle finds it (the embedded world only)
 """
 
@@ -34,6 +35,7 @@ class Question:
     answers: tuple[str, ...]  # aliases: any of them is correct; the oracle gives the first
     kind: str = ""  # "one-hop", "bridge", "comparison" where known
     steps: tuple[Step, ...] = ()
+    supporting: tuple[str, ...] = ()  # ids of the passages that one must read to answer, where known
 
     def __post_init__(self) -> None:
         if not self.text.strip():
