@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from memopd.cli.options import Attention, Json, Precision, device, load_model, out, plain, track
+from memopd.cli.options import Attention, Json, Precision, device, err, load_model, out, plain, track
+
+log = logging.getLogger("memopd")
 
 app = typer.Typer()
 
@@ -88,7 +91,7 @@ def audit(
 
         check_same_tokenizer(os.path.expanduser(model), os.path.expanduser(teacher))
     guide = load_model(teacher, dtype) if teacher else None
-    report = run_audit(policy, recorded, attention, guide, name, track)
+    report = run_audit(policy, recorded, attention, guide, name, _stage)
     if output is not None:
         from memopd.files import whole
 
@@ -99,6 +102,13 @@ def audit(
     else:
         print_audit(report, out)
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _stage(name: str, items: Sequence[Any]) -> Iterable[Any]:
+    """Show a stage of the audit, which may take minutes: a progress bar on a terminal, and a log line elsewhere."""
+    if not err.is_terminal:
+        log.info("audit: %s (%d)", name, len(items))
+    return track(name, items)
 
 
 @app.command()

@@ -105,8 +105,8 @@ def summed(algorithm: Algorithm, tokens: Tokens) -> Tensor:
         raise ValueError(f"{SETTING}: loss of {type(algorithm).__name__} must return one number, a sum, got {got}")
     if tokens.logp.requires_grad and not loss.requires_grad:
         raise ValueError(
-            f"{SETTING}: loss of {type(algorithm).__name__} has no gradient, so it would train nothing: compute it from "
-            "tokens.logp without detach; for no loss at all, return 0 * tokens.logp.sum()"
+            f"{SETTING}: loss of {type(algorithm).__name__} has no gradient, so it would train nothing: compute it "
+            "from tokens.logp without detach; for no loss at all, return 0 * tokens.logp.sum()"
         )
     return loss
 
