@@ -62,7 +62,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], replies: Seq
     A message repeats a reply if their texts are equal. The sampled ids are used only if the template passes replies on
     unchanged and the text of the whole prompt stays the same.
     """
-    text = _rendered(tokenizer, messages)
+    text = rendered(tokenizer, messages)
     ids = encode(tokenizer, text)
     sampled = {reply.text: reply.ids for reply in replies}  # the last of several equal replies
     repeated = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m["content"] in sampled]
@@ -70,7 +70,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], replies: Seq
         return ids
     marks = {n: f"\ue000{n}\ue001" for n in repeated}  # private-use characters, which ordinary text does not have
     marked = [{**m, "content": marks[n]} if n in marks else m for n, m in enumerate(messages)]
-    rest = _rendered(tokenizer, marked)
+    rest = rendered(tokenizer, marked)
     spliced: list[int] = []
     rebuilt = ""
     for n in repeated:
@@ -109,7 +109,7 @@ def drift(tokenizer: Any, prompt: Sequence[int], replies: Sequence[Reply]) -> Hi
     return History(found, drifted, first)
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 

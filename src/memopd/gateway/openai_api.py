@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from memopd import schema
-from memopd.gateway.drift import Reply, chat_ids, encode
+from memopd.gateway.drift import Reply, chat_ids, encode, rendered
 from memopd.types import Sampling
 
 Json: TypeAlias = dict[str, Any]
@@ -226,14 +226,32 @@ class ChatRequest(GenerationRequest):
     def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply]) -> list[int]:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ApiError(400, "no_chat_template", "this model has no chat template: use /v1/completions", "messages")
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        if "developer" not in str(tokenizer.chat_template):  # most templates know only the role's older name
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
-            return chat_ids(tokenizer, [message.model_dump(exclude_none=True) for message in self.messages], replies)
+            _check_complete(messages, rendered(tokenizer, messages))
+            return chat_ids(tokenizer, messages, replies)
+        except ApiError:
+            raise
         except Exception as error:  # a template may raise any exception
             message = f"the chat template refuses these messages: {error}"
             raise ApiError(400, "chat_template", message, "messages") from None
 
     def answer(self, name: str, prompt: list[int]) -> Answer:
         return Answer(f"chatcmpl-{name}", self, prompt)
+
+
+def _check_complete(messages: Sequence[Json], text: str) -> None:
+    """Refuse a message that the chat template leaves out, as Qwen's does with roles that it does not know.
+
+    Templates may shorten earlier replies and quote the results of tools, so these are not compared.
+    """
+    for n, message in enumerate(messages):
+        role, place = message["role"], f"messages[{n}]"
+        if role not in ("assistant", "tool", "function") and message["content"].strip() not in text:
+            why = f"the chat template leaves out {place}: does it know the role {role[:60]!r}?"
+            raise ApiError(400, "chat_template", why, place)
 
 
 class CompletionRequest(GenerationRequest):
