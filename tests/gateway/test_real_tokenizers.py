@@ -32,7 +32,7 @@ from memopd.tasks import Question, Task
 from memopd.types import Episode, Sampling, Segment, StopReason
 from memopd.verify.audit import audit
 
-TOKENIZERS = Path(__file__).parents[2] / "shared" / "tokenizers"
+TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers"
 NAMES = ["qwen2.5-coder-0.5b", "smollm2-135m"]
 SYSTEM = {"qwen2.5-coder-0.5b": "You are Qwen, created by Alibaba Cloud.", "smollm2-135m": "named SmolLM, trained by"}
 UNKNOWN = 128  # ids that the model has and the tokenizer does not, as in Qwen2.5's larger models
