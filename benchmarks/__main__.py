@@ -216,6 +216,29 @@ def bench_rce(
     raise typer.Exit(0 if ok else 1)
 
 
+@app.command("audit")
+def bench_audit(
+    model: Annotated[str, typer.Option(help="A model shape, with random weights, or a model folder.")] = "qwen2.5-3b",
+    shape: Annotated[str, typer.Option(help="The shape of the calls: q2, q8, q16, audit, append.")] = "q2",
+    episodes: Annotated[Path | None, typer.Option(help="An episode store to use instead of a shape.")] = None,
+    dtype: Annotated[Precision, typer.Option(help="The precision of the model.")] = Precision.float32,
+    as_json: Json = False,
+) -> None:
+    """Measure an audit stage by stage, and its vocabulary pass against comparing pair by pair."""
+    from benchmarks.shapes import MODELS, NAMES, episodes_of, random_model
+    from memopd.record import read_episodes
+
+    chosen(shape, "shape", NAMES)
+    recorded = episodes_of(shape) if episodes is None else list(read_episodes(episodes))
+
+    import torch
+
+    from benchmarks.audit import run_audit
+
+    policy = random_model(model, getattr(torch, dtype), device()) if model in MODELS else load_model(model, dtype)
+    report(run_audit(Path(model).name, policy, recorded), as_json, dtype=dtype)
+
+
 @app.command("engine")
 def bench_engine(
     models: Annotated[

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from benchmarks.actor import ActorResult, Arm
 from benchmarks.attention import AttentionResult
+from benchmarks.audit import AuditResult, AuditStage
 from benchmarks.engine import EngineArm, EngineResult
 from benchmarks.growth import GrowthResult
 from benchmarks.head import HeadArm, HeadResult
@@ -49,6 +50,10 @@ def _result(values: dict[str, Any]) -> Any:
         return _as(GrowthResult, values)
     if "lora_rank" in values:
         return _as(LoraResult, {**values, "stages": tuple(_as(Stage, s) for s in values["stages"])})
+    if "audit_stages" in values:
+        stages = tuple(_as(AuditStage, s) for s in values["audit_stages"])
+        ways = {way: _as(AuditStage, values[way]) for way in ("one_pass", "pair_by_pair")}
+        return _as(AuditResult, {**values, **ways, "audit_stages": stages})
     if "stages" in values:
         return _as(UpdateResult, {**values, "stages": tuple(_as(Stage, s) for s in values["stages"])})
     kind, arm = _ARMS[next(key for key in _ARMS if key in values)]
@@ -72,6 +77,7 @@ def tables_of(results: Sequence[Any]) -> list[Table]:
     made: list[Table] = [actor_table(r) for r in results if isinstance(r, ActorResult)]
     made += [head_table(r) for r in results if isinstance(r, HeadResult)]
     made += [engine_table(r) for r in results if isinstance(r, EngineResult)]
+    made += [audit_table(r) for r in results if isinstance(r, AuditResult)]
     for kind, table_of in _TOGETHER.items():
         if some := [r for r in results if isinstance(r, kind)]:
             made.append(table_of(some))
@@ -101,6 +107,12 @@ def actor_table(r: ActorResult) -> Table:
     title = f"{r.shape} × {r.batch}: {r.calls} calls, {r.decisions:,} sampled tokens{extra}"
     columns = ["arm", "rows", "ms", "spread", "speed", "limit", "reached", "GiB (of baseline)", "utilisation"]
     return table(title, columns, rows)
+
+
+def audit_table(r: AuditResult) -> Table:
+    rows = [[s.name, f"{s.seconds:.1f}", f"{s.cpu:.1f}"] for s in (*r.audit_stages, r.one_pass, r.pair_by_pair)]
+    title = f"{r.audited}: {r.calls} calls, {r.decisions:,} sampled tokens, {r.rows:,} rows packed"
+    return table(title, ["stage", "seconds", "seconds of CPU"], rows)
 
 
 def head_table(r: HeadResult) -> Table:

@@ -197,6 +197,7 @@ def demo_audit():
 def test_the_demo_audit(demo_audit):
     assert demo_audit.returncode == 0
     assert "Traceback" not in demo_audit.stderr
+    assert "audit: calls alone, float64 (" in demo_audit.stderr  # a line per stage where there is no terminal
     report = json.loads(demo_audit.stdout)  # nothing but JSON on stdout
     assert report["passed"] is True
     assert report["episodes"] == 16

@@ -242,6 +242,7 @@ class RunSettings:
     )
     dev_every: Whole = Field(default=0, description="steps between evaluations on tasks.dev; 0: never")
     dev_tasks: Positive = Field(default=128, description="tasks per evaluation while training")
+    trackers: Texts = Field(default=(), description="where the metrics go too: wandb, trackio")
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)

@@ -121,6 +121,16 @@ def test_equivalence_in_small(small):
     assert all(r["logits"]["passed"] and r["gradients"]["passed"] for r in results)
 
 
+def test_an_audit_in_small(small, tmp_path):
+    results = tmp_path / "r.jsonl"
+    results.write_text(bench_here("audit", "--model", "tiny", "--shape", "q2", "--json"))
+    (result,) = load(results)
+    assert (result.audited, result.calls, result.decisions > 0) == ("tiny", 6, True)
+    assert [s.name for s in result.audit_stages][-3:] == ["calls alone, float64", "vocabulary", "whole audit"]
+    assert sum(s.seconds for s in result.audit_stages[:-1]) <= result.audit_stages[-1].seconds
+    assert "| pair by pair |" in markdown(tables_of([result])[0])
+
+
 def test_a_whole_update_in_small(small):
     what = ("--student", "tiny", "--teacher", "tiny", "--batch", "1", "--dtype", "float32")
     packed, independent = map(json.loads, bench_here("update", *what, "--json").splitlines())

@@ -1,6 +1,7 @@
 """How a scheme reaches the layers of a model, and every way in which it could fail to."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -236,6 +237,22 @@ def test_an_engine_between_a_checkpointed_forward_pass_and_its_backward_pass(pac
     assert all(map(torch.equal, (p.grad for p in model.parameters() if p.grad is not None), expected))
     with pytest.raises(ValueError, match="no plan came with the call"):
         model(input_ids=IDS, use_cache=False)
+
+
+@pytest.mark.parametrize("block", [planned_attention, own_attention])
+def test_an_engine_that_starts_inside_a_block_keeps_its_attention_when_the_block_ends(block):
+    """The block and the engine are on two threads, so the block may end first. The last one to end restores."""
+    model = tiny_model("llama")
+    before = model.config._attn_implementation
+    with ExitStack() as engine:
+        with block(model):
+            engine.enter_context(sampling_attention(model))
+            assert model.config._attn_implementation == NAME
+        assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == before
+    with block(model), sampling_attention(model):  # the usual order
+        pass
+    assert model.config._attn_implementation == before
 
 
 def test_modules_go_back_to_the_mode_that_each_had():

@@ -52,6 +52,14 @@ def test_owners_and_ends():
     assert batch.call_reward.tolist() == [0.75, 0.0, 0.0]  # what the helper's call earned, the one before it gets
 
 
+def test_no_reward_of_a_call_is_lost():
+    """A helper's call before the first trainable one gives its reward to that one: there is no earlier token."""
+    helper, act = Call([1], [2], trainable=False, reward=0.25), Call([1, 2], [3, 4], reward=0.5)
+    calls = [helper, helper, act, helper, replace(act, reward=1.0), replace(helper, reward=-2.0)]
+    batch = mini_batch([Episode("a", "t", calls), Episode("b", "t", [act])], 100)
+    assert batch.call_reward.tolist() == [0.25 + 0.25 + 0.5 + 0.25, 1.0 - 2.0, 0.5]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pack_holds_calls_whole(layout):
     """What a loss over calls relies on: numbers and sizes of the calls in each pack, and each call in one pack."""

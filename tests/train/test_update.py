@@ -263,6 +263,17 @@ def test_a_loss_that_is_not_one_number_is_named(loss, got):
         update_actor(replace(learner, algorithm=Wrong(loss)), batch, known)
 
 
+def test_a_loss_without_a_gradient_is_an_error():
+    learner, batch, _ = guided(configured(**{"teacher.state": "none"}))
+    scored, _ = score_batches(learner, [batch], decode)
+    (known,), _ = make_terms([batch], scored, learner.algorithm)
+    detached = Wrong(lambda t: -(t.logp.detach() * t.advantage).sum())
+    with pytest.raises(ValueError, match=r"optimise.algorithm: loss of Wrong has no gradient, .* without detach"):
+        update_actor(replace(learner, algorithm=detached), batch, known)
+    none = Wrong(lambda t: 0 * t.logp.sum())  # the way to train on the other terms alone
+    assert update_actor(replace(learner, algorithm=none), batch, known)["loss_ppo"] == 0
+
+
 def test_a_unit_is_what_the_loss_is_divided_by():
     learner, batch, _ = guided(configured(**{"teacher.state": "none"}))
     scored, _ = score_batches(learner, [batch], decode)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from io import StringIO
 
@@ -10,6 +11,7 @@ import torch
 from calls import mem1_calls
 from rich.console import Console
 
+from memopd.score import Head
 from memopd.types import Call, Episode, Sampling, Segment
 from memopd.verify.audit import Domain, audit, domain, print_audit
 from memopd.verify.families import demo, tiny_model
@@ -85,6 +87,74 @@ def test_an_audit_of_compact_memory():
     assert report.equivalence.decisions == 3 * 4 * 6
     assert report.domain == Domain(72, 3 * 3 * 7, 3 * 3 * 13)
     assert (report.teacher, report.recorded, report.notes) == ((), None, ())
+
+
+def visible(scheme) -> bytes:
+    return b"" if scheme is None else scheme.mask.numpy().tobytes()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_no_pass_runs_twice(monkeypatch, temperature):
+    """Every state once through the layers, and once through the vocabulary, per model and precision.
+
+    A state is its ids, positions, visibility and attention. Of the check of a head we count only that it is there: it
+    runs three ids, twice per model.
+    """
+    model, teacher = tiny_model("qwen2"), tiny_model("llama", seed=5)
+    passes, heads = Counter(), Counter()
+
+    def layers(module, args, given):
+        key = type(module).__name__, module.dtype, module.config._attn_implementation
+        positions = given.get("position_ids")
+        place = None if positions is None else positions.numpy().tobytes()
+        passes[
+            *key,
+            given["input_ids"].shape,
+            given["input_ids"].numpy().tobytes(),
+            place,
+            visible(given.get("memopd_scheme")),
+        ] += 1
+
+    for one in (model, teacher):
+        one.model.register_forward_pre_hook(layers, with_kwargs=True)
+    logits = Head.logits
+
+    def counted(head, states):
+        heads[head.weight.dtype, head.weight.shape, states.numpy().tobytes()] += 1
+        return logits(head, states)
+
+    monkeypatch.setattr(Head, "logits", counted)
+    episodes = [with_logprobs(model, e) for e in episodes_of(range(2), temperature=temperature)]
+    passes.clear()
+    assert audit(model, episodes, "dense", teacher=teacher).passed
+    checks = [count for key, count in passes.items() if key[3] == (1, 3)]
+    assert sorted(checks) == [2, 2, 2]  # the model, its float64 copy and the teacher
+    others = {key: count for key, count in passes.items() if key[3] != (1, 3)}
+    assert set(others.values()) == {1}
+    # Alone 8 calls, in float64 8; padded 2 episodes; packed 1; persistent 2 and three corruptions of 2; teacher 4.
+    assert len(others) == 8 + 8 + 2 + 1 + 2 + 3 * 2 + 4
+    assert set(heads.values()) == {1}
+
+
+def test_progress_names_every_stage_and_counts_calls():
+    stages = []
+
+    def progress(name, items):
+        stages.append((name, len(items)))
+        return items
+
+    model = tiny_model("qwen2")
+    audit(model, episodes_of(range(2)), "dense", teacher=model, progress=progress)
+    assert stages == [
+        ("calls alone", 8),
+        ("calls in padded batches", 2),
+        ("packed", 1),
+        ("persistent history", 2),
+        *[(wrong, 2) for wrong in ("visibility only", "positions only", "both")],
+        ("calls alone, float64", 8),
+        ("vocabulary", 1),
+        ("teacher", 2),
+    ]
 
 
 def test_where_the_context_only_grows_flattening_is_right():

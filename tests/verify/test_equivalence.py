@@ -9,6 +9,7 @@ import torch
 from calls import mem1_calls, mixed_calls
 
 from memopd.compile import Decisions, Packed, compile_calls, corrupt
+from memopd.models.attention import NAME
 from memopd.types import Call
 from memopd.verify import equivalence, gradient_equivalence
 from memopd.verify.equivalence import difference, p99
@@ -51,6 +52,25 @@ def test_gradients_in_float64(family):
     assert report.reordering <= 1e-6
     if family in UNSHARED:
         assert report.difference <= 1e-12  # the same passes, in the same order
+
+
+@pytest.mark.parametrize("only", ["packed", "alone"])
+def test_a_parameter_with_a_gradient_in_one_run_only_is_a_problem(only):
+    """Its gradient is zero, so the numbers alone would not show that one of the runs used another computation."""
+    model = tiny_model("qwen2", dtype=torch.float64)
+    model.model.extra = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def use(module, args, output):
+        if (module.config._attn_implementation == NAME) == (only == "packed"):
+            output.last_hidden_state = output.last_hidden_state + 0 * module.extra
+        return output
+
+    model.model.register_forward_hook(use)
+    report = gradient_equivalence(model, mem1_calls(0), "dense")
+    said = "a gradient only when packed" if only == "packed" else "no gradient when packed"
+    assert report.problems == (f"model.extra: has {said}",)
+    assert report.error <= report.tolerance
+    assert report.passed is False
 
 
 @pytest.mark.parametrize("budget", [1, 40, 70])

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from memopd.cli.options import Adapter, Attention, Json, Precision, device, load_model, out, plain, policy_name, track
+from memopd.cli.options import (
+    Adapter,
+    Attention,
+    Json,
+    Precision,
+    device,
+    err,
+    load_model,
+    out,
+    plain,
+    policy_name,
+    track,
+)  # fmt: skip
+
+log = logging.getLogger("memopd")
 
 app = typer.Typer()
 
@@ -89,7 +104,7 @@ def audit(
 
         check_same_tokenizer(os.path.expanduser(model), os.path.expanduser(teacher))
     guide = load_model(teacher, dtype) if teacher else None
-    report = run_audit(policy, recorded, attention, guide, name, track)
+    report = run_audit(policy, recorded, attention, guide, name, _stage)
     if output is not None:
         from memopd.files import whole
 
@@ -100,6 +115,13 @@ def audit(
     else:
         print_audit(report, out)
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _stage(name: str, items: Sequence[Any]) -> Iterable[Any]:
+    """Show a stage of the audit, which may take minutes: a progress bar on a terminal, and a log line elsewhere."""
+    if not err.is_terminal:
+        log.info("audit: %s (%d)", name, len(items))
+    return track(name, items)
 
 
 @app.command()

@@ -240,9 +240,16 @@ class ChatRequest(GenerationRequest):
     def prompt_ids(self, tokenizer: Any, replies: Sequence[Reply], check: Check) -> list[int]:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ApiError(400, "no_chat_template", "this model has no chat template: use /v1/completions", "messages")
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        if "developer" not in str(tokenizer.chat_template):  # most templates know only the role's older name
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
-            messages = [message.model_dump(exclude_none=True) for message in self.messages]
-            return chat_ids(tokenizer, messages, replies, check)
+
+            def check_all(text: str) -> None:
+                check(text)
+                _check_complete(messages, text)
+
+            return chat_ids(tokenizer, messages, replies, check_all)
         except ApiError:
             raise
         except Exception as error:  # a template may raise any exception
@@ -251,6 +258,18 @@ class ChatRequest(GenerationRequest):
 
     def answer(self, name: str, prompt: list[int]) -> Answer:
         return Answer(f"chatcmpl-{name}", self, prompt)
+
+
+def _check_complete(messages: Sequence[Json], text: str) -> None:
+    """Refuse a message that the chat template leaves out, as Qwen's does with roles that it does not know.
+
+    Templates may shorten earlier replies and quote the results of tools, so these are not compared.
+    """
+    for n, message in enumerate(messages):
+        role, place = message["role"], f"messages[{n}]"
+        if role not in ("assistant", "tool", "function") and message["content"].strip() not in text:
+            why = f"the chat template leaves out {place}: does it know the role {role[:60]!r}?"
+            raise ApiError(400, "chat_template", why, place)
 
 
 class CompletionRequest(GenerationRequest):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +116,10 @@ def _no_scheme(module: nn.Module) -> str:
 
 # ---- which attention a model uses --------------------------------------------------------------------------------
 
-_sampled: WeakSet[nn.Module] = WeakSet()  # the models that an engine is running
-_lock = Lock()
+# The models that an engine is running, each with the attention that it gets back when the engine is done. A block of
+# another thread may end while the engine runs. It then leaves its model's earlier attention here.
+_sampled: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_lock = Lock()  # guards `_sampled` and every change of a model's attention
 _IN_USE = "the model is in use by memopd's engine, which has set its attention: run it when no request is open"
 
 
@@ -128,30 +130,31 @@ def planned_attention(model: Any) -> Iterator[None]:
     With gradient checkpointing, the backward pass runs the layers again and needs the same attention, so it stays set
     after the block. A later call without a plan then raises an error, and never computes something else.
     """
-    _check_free(model)
-    before = model.config._attn_implementation
+    before = _set(model, NAME)
     if before == NAME:
         yield
         return
-    model.set_attn_implementation(NAME)
     runs_again = False
     try:
         yield
         runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
     finally:
         if not runs_again:
-            model.set_attn_implementation(before)
+            _restore(model, before)
 
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
     """Inside the block, the model uses transformers' attention. Models that cannot share rows keep their setting."""
-    _check_free(model)
     if not sharing(model).shared:
+        _check_free(model)
         yield
         return
-    with _implementation(model, reference_attention(model)):
+    before = _set(model, reference_attention(model))
+    try:
         yield
+    finally:
+        _restore(model, before)
 
 
 @contextmanager
@@ -162,12 +165,15 @@ def sampling_attention(model: Any) -> Iterator[None]:
             raise ValueError(
                 "this model is in use by another engine: wait until its requests are done, or use one engine"
             )
-        _sampled.add(model)
+        before = model.config._attn_implementation
+        model.set_attn_implementation(NAME)
+        _sampled[model] = before
     try:
-        with _implementation(model, NAME), eval_mode(model), torch.inference_mode():
+        with eval_mode(model), torch.inference_mode():
             yield
     finally:
-        _sampled.discard(model)
+        with _lock:
+            model.set_attn_implementation(_sampled.pop(model))
 
 
 @contextmanager
@@ -182,14 +188,21 @@ def eval_mode(model: Any) -> Iterator[None]:
             module.training = True
 
 
-@contextmanager
-def _implementation(model: Any, name: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+def _set(model: Any, name: str) -> str:
+    """Set the model's attention, unless an engine is running the model. Returns what it was before."""
+    with _lock:
+        _check_free(model)
+        before: str = model.config._attn_implementation
+        model.set_attn_implementation(name)
+        return before
+
+
+def _restore(model: Any, name: str) -> None:
+    with _lock:
+        if model in _sampled:
+            _sampled[model] = name
+        else:
+            model.set_attn_implementation(name)
 
 
 def _check_free(model: Any) -> None:

@@ -124,13 +124,18 @@ def _places(packed: Packed, first: Ints) -> Ints:
 
 
 def _call_rewards(episode: Episode) -> list[float]:
-    """r_t of the trainable calls. The reward of a call that is context only goes to the trainable call before it."""
+    """r_t of the trainable calls. The reward of a call that is context only goes to the trainable call before it, or to
+    the first one if there is none before it: an episode's return is the sum of all r_t."""
     rewards: list[float] = []
+    early = 0.0
     for call in episode.calls:
         if call.trainable:
-            rewards.append(call.reward)
+            rewards.append(early + call.reward)
+            early = 0.0
         elif rewards:
             rewards[-1] += call.reward
+        else:
+            early += call.reward
     return rewards
 
 

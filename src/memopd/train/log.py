@@ -3,6 +3,7 @@
 RUN/config.json      as resolved          RUN/episodes/step-000012.parquet   the episodes of a step
 RUN/metrics.jsonl    a line per step      RUN/checkpoints/                   see checkpoint.py
 RUN/tensorboard/     the same metrics     RUN/traces/step-000012.parquet     numbers of the update: see traces.py
+RUN/trackers.json    see trackers.py
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from memopd.config import RunConfig, from_tables
 from memopd.files import json_lines, remove_leftovers, sync, whole
 from memopd.record import write_episodes
-from memopd.train import ranks
+from memopd.train import ranks, trackers
 from memopd.train.checkpoint import latest, read_state
 from memopd.train.traces import Trace, write_traces
 from memopd.types import Episode
@@ -37,7 +38,14 @@ class Run:
     first: int  # the step to start with
     checkpoint: Path | None
     writer: Any = None
+    trackers: list[trackers.Tracker] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # per stage of the current step
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        for tracker in self.trackers:
+            tracker.finish()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -75,12 +83,16 @@ class Run:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
+        finite = {name: value for name, value in line.items() if value is not None and name != "step"}
+        for tracker in self.trackers:
+            tracker.log(step, finite)
 
 
 def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
     """Open a new directory, or one to resume; removes what a killed run wrote after its last checkpoint."""
+    trackers.check_trackers(config.run.trackers)
     there = [f.name for f in path.iterdir() if not f.name.startswith(".")] if path.is_dir() else []
-    if set(there) <= {"config.json", "tensorboard"}:
+    if set(there) <= {"config.json", "tensorboard", trackers.FILE, "wandb"}:
         there = []  # a run that stopped before its first step: treat the directory as new
     ranks.barrier()
     if there and not resume:
@@ -105,6 +117,7 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
         from torch.utils.tensorboard import SummaryWriter
 
         run.writer = SummaryWriter(str(path / "tensorboard"), purge_step=first)
+        run.trackers = trackers.open_trackers(config.run.trackers, path, config)
     ranks.barrier()
     return run
 

@@ -63,7 +63,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
     check_parts(config.tasks, needs_index=evaluated)
     check_attention(config.model.attention)
     with ranks.joined() as device, ExitStack() as open_now:
-        run = open_run(output, config, resume)
+        run = open_now.enter_context(closing(open_run(output, config, resume)))
         tokenizer = load_tokenizer(s.tokenizer or s.start)
         decode = codec_of(tokenizer).decode
         root = student_over_base(config, s.start, device) if config.lora.rank else _whole_student(config, device)

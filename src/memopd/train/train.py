@@ -28,8 +28,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
     check_objective(config)
     check_attention(config.model.attention)
     check_parts(config.tasks, needs_index=not config.sampling.replay)
-    with ranks.joined() as device:
-        run = open_run(output, config, resume)
+    with ranks.joined() as device, closing(open_run(output, config, resume)) as run:
         learner = build(config, device)
         checkpoint.restore(run.checkpoint, learner.tensors())
         tokenizer = load_tokenizer(config.model.student)

@@ -98,11 +98,16 @@ def tokens_of(batch: MiniBatch, work: Work, known: Terms, logp: Tensor, entropy:
 
 
 def summed(algorithm: Algorithm, tokens: Tokens) -> Tensor:
-    """The algorithm's loss. Users may write their own, so we check that it is one number."""
+    """The algorithm's loss. Users may write their own, so we check that it is one number with a gradient."""
     loss = algorithm.loss(tokens)
     if not isinstance(loss, Tensor) or loss.shape != ():
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"{SETTING}: loss of {type(algorithm).__name__} must return one number, a sum, got {got}")
+    if tokens.logp.requires_grad and not loss.requires_grad:
+        raise ValueError(
+            f"{SETTING}: loss of {type(algorithm).__name__} has no gradient, so it would train nothing: compute it "
+            "from tokens.logp without detach; for no loss at all, return 0 * tokens.logp.sum()"
+        )
     return loss
 
 

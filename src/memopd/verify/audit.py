@@ -5,7 +5,7 @@ Every row scores the same recorded actions of the same episodes; independent cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,19 +25,20 @@ from memopd.verify.equivalence import (
     BUDGET,
     CHUNK,
     Difference,
+    Distance,
     EquivalenceReport,
-    Runs,
+    Progress,
     alone_states,
     batched_states,
-    compare,
     judge,
+    measure,
     p99,
     packed_states,
     packs_of,
+    precise_run,
     sampled_tokens,
+    silent,
 )
-
-Progress = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps an iterable and shows its progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,6 @@ class Audit:
         return {"passed": self.passed, **asdict(self)}
 
 
-def _silent(_: str, items: Iterable[Any]) -> Iterable[Any]:
-    return items
-
-
 @torch.no_grad()
 def audit(
     model: Any,
@@ -128,39 +125,41 @@ def audit(
     attention: str = "auto",
     teacher: Any = None,
     name: str = "",
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Audit:
+    """Run every representation once, keep its states, and compare all of them in one pass over the vocabulary."""
     episodes = [e for e in episodes if any(c.trainable for c in e.calls)]
     if not episodes:
         raise ValueError("there is no episode with a trainable call to audit")
     calls = [c for e in episodes for c in e.calls]
     packs = packs_of(calls, BUDGET)
     head = head_of(model)
-    alone = torch.cat([alone_states(model, e.calls) for e in progress("calls alone", episodes)])
+    alone = alone_states(model, calls, progress)
     batched = torch.cat([batched_states(model, e.calls) for e in progress("calls in padded batches", episodes)])
-    packed = packed_states(model, calls, progress("packed", packs), attention, like=alone)
-    tokens, temperature = sampled_tokens(calls, alone.device), temperatures(episodes, alone.device)
-
-    def row(representation: str, states: Tensor) -> Row:
-        return as_row(representation, compare(head, states, head, alone, tokens, temperature), len(tokens))
-
+    runs = {"packed": packed_states(model, calls, progress("packed", packs), attention, like=alone), "batched": batched}
     notes: list[str] = []
 
-    def control(what: str, states_of: Callable[[Episode], Tensor]) -> list[Row]:
-        """The row of a wrong way to score. If it cannot run, for example past a rope limit, there is a note instead."""
+    def control(what: str, states_of: Callable[[Episode], Tensor]) -> None:
+        """Run a wrong way to score. If it cannot run, for example past a rope limit, there is a note instead."""
         try:
-            return [row(what, torch.cat([states_of(e) for e in progress(what, episodes)]))]
+            runs[what] = torch.cat([states_of(e) for e in progress(what, episodes)])
         except ValueError as why:
             notes.append(f"{what}: not measured: {why}")
-            return []
 
-    persistent = control("persistent history", lambda e: persistent_states(model, e))
-    corruption = [
-        made
-        for what, wrong in CORRUPTIONS.items()
-        for made in control(what, lambda e, wrong=wrong: corrupted_states(model, e, attention, **wrong))  # type: ignore[misc]
-    ]
-    recorded, note = recorded_gap(episodes, head, alone)
+    control(PERSISTENT, lambda e: persistent_states(model, e))
+    for what, wrong in CORRUPTIONS.items():
+        control(what, lambda e, wrong=wrong: corrupted_states(model, e, attention, **wrong))  # type: ignore[misc]
+    precise = precise_run(model, calls, progress)
+    tokens, temperature = sampled_tokens(calls, alone.device), temperatures(episodes, alone.device)
+    measured = measure(head, alone, runs, tokens, precise, temperature, progress)
+    del precise  # its head is as large as the model's, or larger
+
+    def rows(**names: str) -> tuple[Row, ...]:
+        """The rows of the runs that were made, each with its name in the report."""
+        shown = {run: title for run, title in names.items() if run in measured.runs}
+        return tuple(as_row(title, measured.runs[run].as_sampled(), len(tokens)) for run, title in shown.items())
+
+    recorded, note = recorded_gap(episodes, measured.logprob)
     mismatch: tuple[TeacherMismatch, ...] = ()
     if teacher is not None:
         try:
@@ -171,21 +170,20 @@ def audit(
         model=name or type(model).__name__,
         episodes=len(episodes),
         calls=sum(c.trainable for c in calls),
-        equivalence=judge(model, calls, packs, Runs(alone, batched, packed), attention),
-        representations=(
-            *persistent,
-            row("batching floor", batched),
-            row("reconstructed packing", packed),
+        equivalence=judge(model, calls, packs, measured, attention),
+        representations=rows(
+            **{PERSISTENT: PERSISTENT, "batched": "batching floor", "packed": "reconstructed packing"}
         ),
-        corruption=tuple(corruption),
+        corruption=rows(**{what: what for what in CORRUPTIONS}),
         domain=domain(episodes),
-        rules=rules(head, episodes, packed, alone, tokens, temperature),
+        rules=rules(episodes, measured.runs["packed"]),
         teacher=mismatch,
         recorded=recorded,
         notes=(*notes, *note),
     )
 
 
+PERSISTENT = "persistent history"
 CORRUPTIONS = {
     "visibility only": {"visibility": True},
     "positions only": {"positions": True},
@@ -198,17 +196,15 @@ def as_row(representation: str, d: Difference, decisions: int) -> Row:
     return Row(representation, d.p99_logprob, d.max_logprob, d.top1, changed, d.false_clip)
 
 
-def rules(
-    head: Head, episodes: Sequence[Episode], packed: Tensor, alone: Tensor, tokens: Tensor, temperature: Tensor
-) -> tuple[Rule, ...]:
+def rules(episodes: Sequence[Episode], packed: Distance) -> tuple[Rule, ...]:
     """One row per memory rule of the recorded episodes."""
     sizes = [sum(len(c.completion) for c in e.calls if c.trainable) for e in episodes]
     made = []
     for memory in dict.fromkeys(e.memory for e in episodes):
         of_rule = [e.memory == memory for e in episodes]
-        which = torch.as_tensor(np.repeat(of_rule, sizes), device=alone.device)
-        d = compare(head, packed[which], head, alone[which], tokens[which], temperature[which])
-        made.append(Rule(memory or "not recorded", sum(of_rule), len(tokens[which]), *_of(d)))
+        which = np.repeat(of_rule, sizes)
+        d = packed.as_sampled(torch.as_tensor(which, device=packed.logit.device))
+        made.append(Rule(memory or "not recorded", sum(of_rule), int(which.sum()), *_of(d)))
     return tuple(made)
 
 
@@ -295,25 +291,24 @@ def _divergence(
     return kl, delta, same
 
 
-def recorded_gap(episodes: Sequence[Episode], head: Head, alone: Tensor) -> tuple[RecordedGap | None, list[str]]:
-    """Covers only calls whose log-probabilities were recorded, under the whole distribution."""
+def recorded_gap(episodes: Sequence[Episode], logprob: Tensor) -> tuple[RecordedGap | None, list[str]]:
+    """Covers only calls whose log-probabilities were recorded, under the whole distribution.
+
+    `logprob` has the recomputed ones of all trainable calls, at the sampling temperatures.
+    """
     gaps, at, cut = [], 0, 0
+    recomputed = logprob.cpu()
     for episode in episodes:
         whole = episode.sampling.is_whole
         for call in (c for c in episode.calls if c.trainable):
-            states = alone[at : at + len(call.completion)]
+            mine = recomputed[at : at + len(call.completion)]
             at += len(call.completion)
             if call.logprobs is None:
                 continue
             if not whole:
                 cut += 1
                 continue
-            token = torch.tensor(call.completion, device=states.device).long()
-            logp = [
-                (head.logits(s).double() / episode.sampling.temperature).log_softmax(-1).gather(-1, t[:, None])[:, 0]
-                for s, t in zip(states.split(CHUNK), token.split(CHUNK), strict=True)
-            ]
-            gaps.append(torch.cat(logp).cpu() - torch.tensor(call.logprobs))
+            gaps.append(mine - torch.tensor(call.logprobs))
     notes = [f"{cut} calls were sampled with top-p or top-k: no recorded gap for them"] if cut else []
     if not gaps:
         return None, notes

@@ -9,7 +9,7 @@ small cases.)
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,8 +29,14 @@ CLIP = 0.2  # PPO's ε, for false clipping
 BUDGET = 8192  # rows per pack
 CHUNK = 256  # decisions whose logits are held at once
 
+Progress = Callable[[str, Sequence[Any]], Iterable[Any]]  # names a stage, and shows how far it is with its items
+
 # The precision against which we measure the error of a run.
 MORE_PRECISE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+
+
+def silent(_: str, items: Sequence[Any]) -> Iterable[Any]:
+    return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +96,22 @@ def equivalence(
     with torch.no_grad():
         alone = alone_states(model, calls)
         packed = packed_states(model, calls, packs, attention, like=alone)
-        return judge(model, calls, packs, Runs(alone, batched_states(model, calls), packed), attention)
+        runs = {"packed": packed, "batched": batched_states(model, calls)}
+        measured = measure(head_of(model), alone, runs, sampled_tokens(calls, alone.device), precise_run(model, calls))
+        return judge(model, calls, packs, measured, attention)
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """The states of the same decisions, computed in three ways, each [D, H] in the order of the calls."""
-
-    alone: Tensor
-    batched: Tensor
-    packed: Tensor
-
-
-@torch.no_grad()
-def judge(model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs, attention: str) -> EquivalenceReport:
-    """The report on runs that were already made."""
+def judge(
+    model: Any, calls: Sequence[Call], packs: Sequence[Packed], measured: Measured, attention: str
+) -> EquivalenceReport:
+    """The report on runs that were already made: `packed` and `batched` against the calls alone."""
     problems = structural_problems(packs, calls)
-    head, dtype = head_of(model), next(model.parameters()).dtype
-    tokens = sampled_tokens(calls, runs.alone.device)
-    packed = compare(head, runs.packed, head, runs.alone, tokens)
-    floor = compare(head, runs.batched, head, runs.alone, tokens)
-    scale = largest_logit(head, runs.alone)
-    if dtype in MORE_PRECISE:
-        precise = MORE_PRECISE[dtype]
-        reference = at_precision(model, precise)
-        exact, exact_head = alone_states(reference, calls), head_of(reference)
-        error = compare(head, runs.packed, exact_head, exact, tokens).max_logit
-        own = compare(head, runs.alone, exact_head, exact, tokens).max_logit
-        del exact, exact_head, reference  # as large as the model, or larger
-        rounding = torch.finfo(dtype).eps * scale
+    dtype, scale = next(model.parameters()).dtype, measured.scale
+    packed, floor = measured.runs["packed"].summary(), measured.runs["batched"].summary()
+    if measured.errors is not None:
+        error, own, rounding = measured.errors["packed"], measured.errors["alone"], torch.finfo(dtype).eps * scale
         tolerance = 2 * max(own, rounding)
-        source = f"twice the calls' own error against {name_of(precise)} ({own:.2e})"
+        source = f"twice the calls' own error against {name_of(MORE_PRECISE[dtype])} ({own:.2e})"
         if own < rounding:
             source = f"twice one rounding of the largest logit ({rounding:.2e}); {source} would be less"
     else:
@@ -133,7 +124,7 @@ def judge(model: Any, calls: Sequence[Call], packs: Sequence[Packed], runs: Runs
         dtype=name_of(dtype),
         shared=sharing(model).shared,
         calls=sum(c.trainable for c in calls),
-        decisions=len(tokens),
+        decisions=len(call),
         rows=sum(len(p) for p in packs),
         tokens=sum(len(c.path) for c in calls if c.trainable),
         max_logit_error=packed.max_logit,
@@ -183,10 +174,22 @@ def packed_states(model: Any, calls: Sequence[Call], packs: Iterable[Packed], at
     return states
 
 
-def alone_states(model: Any, calls: Sequence[Call]) -> Tensor:
+def alone_states(model: Any, calls: Sequence[Call], progress: Progress = silent, stage: str = "calls alone") -> Tensor:
     """The reference: each call by itself, unpadded, with transformers' own attention."""
+    kept = [c for c in calls if c.trainable]
     with own_attention(model):
-        return torch.cat([call_states(model, c.path, len(c.prompt) - 1) for c in calls if c.trainable])
+        return torch.cat([call_states(model, c.path, len(c.prompt) - 1) for c in progress(stage, kept)])
+
+
+def precise_run(model: Any, calls: Sequence[Call], progress: Progress = silent) -> tuple[Head, Tensor] | None:
+    """The calls alone at a higher precision, and the head for their states. None if there is no higher precision."""
+    dtype = next(model.parameters()).dtype
+    if dtype not in MORE_PRECISE:
+        return None
+    precise = MORE_PRECISE[dtype]
+    reference = at_precision(model, precise)  # as large as the model, or larger: only its head outlives this function
+    head = head_of(reference)
+    return head, alone_states(reference, calls, progress, f"calls alone, {name_of(precise)}")
 
 
 def batched_states(model: Any, calls: Sequence[Call], batch: int = 8) -> Tensor:
@@ -227,26 +230,83 @@ def at_precision(model: Any, dtype: torch.dtype) -> Any:
 # ---- comparing ------------------------------------------------------------------------------------------------
 
 
-def compare(
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far one run is from the calls alone, for every decision."""
+
+    logit: Tensor  # [D] max |Δlogit| over the full vocabulary
+    logprob: Tensor  # [D] Δlog p of the sampled token, at temperature 1
+    sampled_logprob: Tensor  # [D] the same at the temperature of its episode
+    same: Tensor  # [D] bool: the first choice is the same
+
+    def summary(self) -> Difference:
+        return difference(self.logit, self.logprob, self.same)
+
+    def as_sampled(self, which: Tensor | None = None) -> Difference:
+        """The summary at the sampling temperatures, of all decisions or of those in a mask."""
+        logit, delta, same = self.logit, self.sampled_logprob, self.same
+        return difference(logit, delta, same) if which is None else difference(logit[which], delta[which], same[which])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    runs: dict[str, Distance]
+    logprob: Tensor  # [D] log p of the sampled tokens, calls alone, at the sampling temperatures
+    scale: float  # the largest |logit| of the calls alone
+    errors: dict[str, float] | None  # max |Δlogit| of the runs and of `alone` against the more precise run
+
+
+@torch.no_grad()
+def measure(
     head: Head,
-    states: Tensor,
-    other_head: Head,
-    other: Tensor,
-    tokens: Tensor,
-    temperature: Tensor | None = None,  # [D]
-) -> Difference:
-    """Compare `states` through `head` with `other` through `other_head`, one chunk of decisions at a time."""
-    logit, delta, same = [], [], []
-    for at in range(0, len(tokens), CHUNK):
+    alone: Tensor,  # [D, H]
+    runs: Mapping[str, Tensor],  # [D, H] each
+    tokens: Tensor,  # [D]
+    precise: tuple[Head, Tensor] | None,
+    temperature: Tensor | None = None,  # [D]; 1 if omitted
+    progress: Progress = silent,
+) -> Measured:
+    """Compare all runs with the calls alone. Every row of logits is computed once, a chunk of decisions at a time."""
+    columns: dict[str, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {name: [] for name in runs}
+    logprobs, scale, errors = [], 0.0, dict.fromkeys([*runs, "alone"], 0.0)
+    for at in progress("vocabulary", range(0, len(tokens), CHUNK)):
         part = slice(at, at + CHUNK)
-        a, b = head.logits(states[part]).double(), other_head.logits(other[part]).double()
-        logit.append((a - b).abs().amax(-1))
-        same.append(a.argmax(-1) == b.argmax(-1))
-        if temperature is not None:
-            a, b = a / temperature[part, None], b / temperature[part, None]
-        token = tokens[part, None]
-        delta.append((a.log_softmax(-1).gather(-1, token) - b.log_softmax(-1).gather(-1, token))[:, 0])
-    return difference(torch.cat(logit), torch.cat(delta), torch.cat(same))
+        token, T = tokens[part, None], None if temperature is None else temperature[part, None]
+        own = head.logits(alone[part]).double()
+        first, (plain, sampled) = own.argmax(-1), _logprobs(own, token, T)
+        exact = None if precise is None else precise[0].logits(precise[1][part]).double()
+        scale = max(scale, float(own.abs().max()))
+        logprobs.append(sampled)
+        if exact is not None:
+            errors["alone"] = _larger(errors["alone"], _apart(own, exact))
+        for name, states in runs.items():
+            logits = head.logits(states[part]).double()
+            mine, mine_sampled = _logprobs(logits, token, T)
+            same = logits.argmax(-1) == first
+            if exact is not None:
+                errors[name] = _larger(errors[name], _apart(logits, exact))
+            columns[name].append((_apart(logits, own), mine - plain, mine_sampled - sampled, same))
+    distances = {
+        name: Distance(*(torch.cat(column) for column in zip(*chunks, strict=True))) for name, chunks in columns.items()
+    }
+    return Measured(distances, torch.cat(logprobs), scale, None if precise is None else errors)
+
+
+def _logprobs(logits: Tensor, token: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    """log p of the sampled tokens at temperature 1, and at the given temperatures."""
+    plain = logits.log_softmax(-1).gather(-1, token)[:, 0]
+    if temperature is None or bool((temperature == 1).all()):
+        return plain, plain
+    return plain, (logits / temperature).log_softmax(-1).gather(-1, token)[:, 0]
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs().amax(-1)
+
+
+def _larger(before: float, values: Tensor) -> float:
+    """The largest so far. A NaN stays, which `max` of Python would not guarantee."""
+    return float(torch.cat([values, values.new_tensor([before])]).max())
 
 
 def difference(logit: Tensor, delta: Tensor, same: Tensor) -> Difference:
@@ -264,10 +324,6 @@ def difference(logit: Tensor, delta: Tensor, same: Tensor) -> Difference:
 
 def p99(values: Tensor) -> float:
     return float(np.quantile(values.cpu().numpy(), 0.99))  # torch.quantile takes at most 2^24 values
-
-
-def largest_logit(head: Head, states: Tensor) -> float:
-    return max(float(head.logits(s).abs().max()) for s in states.split(CHUNK))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -289,6 +345,7 @@ class GradientReport:
     tolerance_source: str
     worst_parameter: str
     batching: float = float("nan")  # ‖padded batch − alone‖ / ‖alone‖: the effect of matrix products of another shape
+    problems: tuple[str, ...] = ()  # parameters that have a gradient in only one of the two runs
 
 
 def gradient_equivalence(
@@ -304,7 +361,9 @@ def gradient_equivalence(
     alone = _alone_gradients(model, calls)
     reordered = _alone_gradients(model, calls[::-1])
     batched = _batched_gradients(model, calls)
-    apart = {n: float(_distance(packed[n], alone[n]) / (alone[n].double().square().sum() + 1e-30)) for n in alone}
+    apart = {n: _distance(packed, alone, n) / (_square(alone, n) + 1e-30) for n in packed | alone}
+    problems = [f"{n}: has a gradient only when packed" for n in packed if n not in alone]
+    problems += [f"{n}: has no gradient when packed" for n in alone if n not in packed]
     change = _relative(packed, alone)
     if dtype in MORE_PRECISE:
         precise = MORE_PRECISE[dtype]
@@ -314,7 +373,7 @@ def gradient_equivalence(
     else:
         error, tolerance, source = change, 1e-6, "norms and rotary angles run in float32"
     return GradientReport(
-        passed=error <= tolerance,
+        passed=not problems and error <= tolerance,
         attention=attention,
         dtype=name_of(dtype),
         difference=change,
@@ -324,6 +383,7 @@ def gradient_equivalence(
         tolerance=tolerance,
         tolerance_source=source,
         worst_parameter=max(apart, key=apart.__getitem__),
+        problems=tuple(problems),
     )
 
 
@@ -369,9 +429,15 @@ def _take_gradients(model: Any) -> Gradients:
 
 
 def _relative(a: Gradients, b: Gradients) -> float:
-    distance = sum(float(_distance(a[n], b[n])) for n in b)
-    return float((distance / sum(float(g.double().square().sum()) for g in b.values())) ** 0.5)
+    return float((sum(_distance(a, b, n) for n in a | b) / sum(_square(b, n) for n in b)) ** 0.5)
 
 
-def _distance(a: Tensor, b: Tensor) -> Tensor:
-    return (a.double() - b.double()).square().sum()
+def _distance(a: Gradients, b: Gradients, name: str) -> float:
+    """‖a − b‖² of one parameter. A gradient that one of them lacks counts as zero."""
+    if name not in a or name not in b:
+        return _square(a if name in a else b, name)
+    return float((a[name].double() - b[name].double()).square().sum())
+
+
+def _square(gradients: Gradients, name: str) -> float:
+    return float(gradients[name].double().square().sum()) if name in gradients else 0.0
