@@ -288,5 +288,41 @@ def bench_update(
     report(run_update(student, teacher, device(), batch, dtype), as_json, dtype=dtype)
 
 
+@app.command("lora")
+def bench_lora(
+    student: Annotated[str, typer.Option(help="The student's folder or hub name.")],
+    teacher: Annotated[str, typer.Option(help="The teacher's folder or hub name.")],
+    tasks: Annotated[Path, typer.Option(help="A Parquet file of tasks.")],
+    index: Annotated[str, typer.Option(help="An index folder, or the URL of a retrieval service.")],
+    rank: Annotated[int, typer.Option(help="The rank of the adapters.", min=1)] = 16,
+    per_step: Annotated[int, typer.Option(help="Tasks per step.")] = 32,
+    samples: Annotated[int, typer.Option(help="Episodes per task.")] = 4,
+    budget: Annotated[int, typer.Option(help="Rows per pack.")] = 16384,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens per response.")] = 256,
+    max_context: Annotated[int, typer.Option(help="The most tokens per prompt.")] = 2048,
+    dtype: Annotated[Precision, typer.Option(help="The precision of the passes.")] = Precision.bfloat16,
+    as_json: Json = False,
+) -> None:
+    """Measure a training step with a critic and a teacher, with LoRA and of all weights: memory and seconds."""
+    from memopd.config import from_tables
+
+    episodes = per_step * samples
+    config = from_tables(
+        {
+            "model": {"student": student, "teacher": teacher, "dtype": str(dtype), "checkpointing": True},
+            "tasks": {"train": str(tasks), "index": index, "max_context": max_context, "reward": "f1"},
+            "sampling": {"max_tokens": max_tokens, "batch": episodes},
+            "optimise": {"tasks": per_step, "samples": samples, "mini_batch": episodes, "budget": budget},
+            "lora": {"rank": rank},
+        },
+        "benchmarks lora",
+    )
+    import torch
+
+    from benchmarks.lora import run_lora
+
+    report(run_lora(config, torch.device(device())), as_json, dtype=dtype, budget=budget)
+
+
 if __name__ == "__main__":
     run(app)

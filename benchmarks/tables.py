@@ -14,6 +14,7 @@ from benchmarks.attention import AttentionResult
 from benchmarks.engine import EngineArm, EngineResult
 from benchmarks.growth import GrowthResult
 from benchmarks.head import HeadArm, HeadResult
+from benchmarks.lora import LoraResult
 from benchmarks.output import cell, pyplot, save, table
 from benchmarks.rce import RceResult
 from benchmarks.retrieval import RetrievalResult
@@ -43,6 +44,8 @@ def _result(values: dict[str, Any]) -> Any:
         return _as(RetrievalResult, values)
     if "build_memory" in values:
         return _as(GrowthResult, values)
+    if "lora_rank" in values:
+        return _as(LoraResult, {**values, "stages": tuple(_as(Stage, s) for s in values["stages"])})
     if "stages" in values:
         return _as(UpdateResult, {**values, "stages": tuple(_as(Stage, s) for s in values["stages"])})
     kind, arm = _ARMS[next(key for key in _ARMS if key in values)]
@@ -205,12 +208,34 @@ def update_table(results: Sequence[UpdateResult]) -> Table:
     return table(title, ["stage", *(f"{r.layout}, {r.rows:,} rows" for r in results)], rows)
 
 
+def lora_table(results: Sequence[LoraResult]) -> Table:
+    """Memory by part, then seconds (and the peak of the device's memory) by stage."""
+    parts = {
+        "weights on the device": "weights_bytes",
+        "copy that the engine samples from": "copy_bytes",
+        "optimisers": "optimiser_bytes",
+        "engine's cache": "cache_bytes",
+        "activations and gradients of the update": "activation_bytes",
+        "frozen weights in host memory": "host_bytes",
+    }
+    rows: list[list[str]] = [["trained weights", *(f"{r.trained / 1e6:.1f} M" for r in results)]]
+    rows += [[f"{name}, GiB", *(f"{getattr(r, field) / 2**30:.2f}" for r in results)] for name, field in parts.items()]
+    for stages in zip(*(r.stages for r in results), strict=True):
+        cells = [f"{s.seconds:.2f} ({s.peak_bytes / 2**30:.1f} GiB)" for s in stages]
+        rows.append([f"{stages[0].name}, s (peak)", *cells])
+    r = results[0]
+    title = f"{r.student} student and critic, {r.teacher} teacher: {r.episodes} episodes, {r.calls} calls per step"
+    names = [f"LoRA, rank {r.lora_rank}" if r.lora_rank else "all weights" for r in results]
+    return table(title, ["", *names], rows)
+
+
 _TOGETHER: dict[type, Any] = {  # kinds whose results share one table
     AttentionResult: attention_table,
     RceResult: rce_table,
     RetrievalResult: retrieval_table,
     GrowthResult: growth_table,
     UpdateResult: update_table,
+    LoraResult: lora_table,
 }
 
 

@@ -19,7 +19,8 @@ TRAINING = ROOT / "paper" / "configs" / "training.toml"
 
 
 def test_there_are_shipped_ones():
-    assert {p.name for p in SHIPPED} == {"quickstart.toml", "world.toml", "world-gpu.toml", "paper-3b.toml"}
+    named = {"quickstart.toml", "world.toml", "world-gpu.toml", "paper-3b.toml", "qwen-0.5b-lora.toml"}
+    assert {p.name for p in SHIPPED} == named
 
 
 @pytest.mark.parametrize("path", [*SHIPPED, TRAINING], ids=lambda p: p.name)

@@ -21,6 +21,8 @@ from memopd.compile import compile_calls
 from memopd.record import write_episodes
 from memopd.types import Call, Episode
 from memopd.verify import structural_problems
+from memopd.world.demonstrations import write_world
+from memopd.world.encyclopedia import Difficulty
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,6 +130,27 @@ def test_a_whole_update_in_small(small):
     assert (packed["calls"], packed["episodes"]) == (6, 2)
     assert packed["rows"] < packed["tokens"] == independent["rows"]
     assert [s["name"] for s in packed["stages"]][-2:] == ["update actor", "update critic"]
+
+
+def test_lora_beside_all_weights_in_small(tmp_path):
+    write_world(tmp_path, 200, 0, Difficulty(), 0, lambda _, items: items)
+    model, sizes = str(ROOT / "models" / "student"), ("--per-step", "1", "--samples", "2", "--rank", "4")
+    what = ("--student", model, "--teacher", model, "--tasks", str(tmp_path / "tasks" / "train-q1.parquet"))
+    limits = ("--max-tokens", "8", "--max-context", "900", "--budget", "2048", "--dtype", "bfloat16")
+    printed = bench_here("lora", *what, "--index", str(tmp_path / "index"), *sizes, *limits, "--json")
+    adapters, full = map(json.loads, printed.splitlines())
+    assert (adapters["arm"], full["arm"]) == ("lora", "full")
+    assert (adapters["episodes"], adapters["calls"]) == (full["episodes"], full["calls"])
+    assert [s["name"] for s in full["stages"]] == ["sample", "compile", "score", "advantages", "update"]
+    # AdamW has two moments in float32 of every trained weight of student and critic, and counts its steps.
+    for arm in (adapters, full):
+        assert 0 < arm["optimiser_bytes"] - 2 * 4 * arm["trained"] < 10_000
+    assert adapters["trained"] < full["trained"] / 20
+    assert adapters["copy_bytes"] == 0 < full["copy_bytes"]
+    assert adapters["weights_bytes"] < full["weights_bytes"] / 4  # one base in bfloat16; the teacher shares it
+    (tmp_path / "results.jsonl").write_text(printed)
+    [table] = tables_of(load(tmp_path / "results.jsonl"))
+    assert "LoRA, rank 4" in markdown(table)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import gradients
 import pytest
 import torch
 from command import on_ranks
+from random_adapter import write_random
 from saved import read_whole
 from tiny import STEPS, workshop
 
@@ -44,6 +45,11 @@ ARMS = {
 # A loss over calls, a second epoch so that ratios are not all one, and a clip that some of them reach.
 GSPO = ("--optimise.algorithm", "gspo", "--optimise.clip", "0.1", "--optimise.epochs", "2")
 ARMS |= {f"gspo, {arm}": (*settings, *GSPO) for arm, settings in list(ARMS.items())}
+# One base: student, critic, reference and teacher are adapters over it, which all start with random weights.
+LORA = ("--lora.rank", "4", "--lora.alpha", "8", "--model.adapter", "{folder}/start")
+LORA += ("--model.teacher", "{folder}/student", "--model.teacher_adapter", "{folder}/guide")
+LORA_ARMS = ("independent", "reversed", "shuffled", "packed", "two ranks", "checkpointing")
+ARMS |= {f"lora, {arm}": (*ARMS[arm], *LORA) for arm in LORA_ARMS}
 ORDERS = ("reversed", "shuffled")
 PACKED = ("packed", "independent")
 CLASSES = [
@@ -54,12 +60,20 @@ CLASSES = [
     ("checkpointing", "packed"),
     ("persistent, two ranks", "persistent"),
 ]
-CLASSES += [(f"gspo, {a}", f"gspo, {b}") for a, b in CLASSES[:4]]
+CLASSES += [(f"gspo, {a}", f"gspo, {b}") for a, b in CLASSES[:4]] + [
+    (f"lora, {a}", f"lora, {b}") for a, b in CLASSES if a in LORA_ARMS
+]
 KERNELS = ["dense", pytest.param("cascade", marks=pytest.mark.slow)]
 
 
-def algorithm_in(arm: str) -> str:
-    return "gspo, " if arm.startswith("gspo") else ""
+def kind_of(arm: str) -> str:
+    return next((kind for kind in ("gspo, ", "lora, ") if arm.startswith(kind)), "")
+
+
+@cache
+def write_adapters() -> None:
+    for seed, name in enumerate(("start", "guide")):
+        write_random(workshop() / name, workshop() / "student", seed)
 
 
 def steps_of(change: str) -> int:
@@ -71,6 +85,8 @@ def steps_of(change: str) -> int:
 def run_of(arm: str, kernel: str, change: str) -> Path:
     """The run directory; the gradients lie beside it."""
     folder = workshop()
+    if kind_of(arm) == "lora, ":
+        write_adapters()
     output = folder / "runs" / f"{arm} {kernel} {change}".strip().replace(" ", "-")
     kept = output.with_name(f"{output.name}-gradients")
     settings = ("--output", str(output), "--model.attention", kernel, "--optimise.max_grad_norm", "1000", *ARMS[arm])
@@ -93,7 +109,7 @@ def learnt(arm: str, kernel: str, change: str) -> dict[str, dict[str, torch.Tens
     output = run_of(arm, kernel, change)
     steps = gradients.read(output.with_name(f"{output.name}-gradients"))
     assert len(steps) == 2 * steps_of(change)
-    roles = ("actor",) if algorithm_in(arm) else ("actor", "critic")
+    roles = ("actor",) if kind_of(arm) == "gspo, " else ("actor", "critic")
     found = {f"{roles[i % len(roles)]}'s gradient of update {i // len(roles) + 1}": g for i, g in enumerate(steps)}
     last = output / "checkpoints" / f"step-{steps_of(change):06d}"
     models = ("student", "critic")[: len(roles)]
@@ -113,9 +129,9 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float((sum((a[n].double() - b[n].double()).square().sum() for n in b) / norm) ** 0.5)
 
 
-def reordered(kernel: str, algorithm: str = "") -> dict[str, float]:
+def reordered(kernel: str, kind: str = "") -> dict[str, float]:
     """What another order of the independent calls changes."""
-    found = [apart(f"{algorithm}{order}", f"{algorithm}independent", kernel) for order in ORDERS]
+    found = [apart(f"{kind}{order}", f"{kind}independent", kernel) for order in ORDERS]
     return {what: max(f[what] for f in found) for what in found[0]}
 
 
@@ -124,7 +140,7 @@ def reordered(kernel: str, algorithm: str = "") -> dict[str, float]:
 def test_one_trajectory(pair, kernel):
     if pair[0].endswith("packed") and kernel == "cascade":
         pytest.skip("held to float64: test_packed_in_the_kernel_that_is_used")
-    differences, floor = apart(*pair, kernel), reordered(kernel, algorithm_in(pair[0]))
+    differences, floor = apart(*pair, kernel), reordered(kernel, kind_of(pair[0]))
     for what, difference in differences.items():
         print(f"{kernel}: {' = '.join(pair)}, {what}: {difference:.1e}; calls reordered: {floor[what]:.1e}")
     assert all(difference <= 2 * floor[what] for what, difference in differences.items())
@@ -138,8 +154,9 @@ def test_packed_in_the_kernel_that_is_used():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_checkpointing_computes_the_very_same(kernel):
-    assert set(apart("checkpointing", "packed", kernel).values()) == {0.0}
+@pytest.mark.parametrize("kind", ["", "lora, "])
+def test_checkpointing_computes_the_very_same(kind, kernel):
+    assert set(apart(f"{kind}checkpointing", f"{kind}packed", kernel).values()) == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -152,11 +169,13 @@ def test_checkpointing_computes_the_very_same(kernel):
         (("gspo, budget 16k", "gspo, packed"), "a_ratio_of_each_pack"),
         (("two ranks", "packed"), "ranks_are_averaged"),
         (("checkpointing", "packed"), "recomputed_otherwise"),
+        (("lora, packed", "lora, independent"), "a_row_sees_one_too_many"),
+        (("lora, checkpointing", "lora, packed"), "recomputed_otherwise"),
     ],
     ids=lambda x: x if isinstance(x, str) else " = ".join(x),
 )
 def test_each_class_can_fail(pair, change):
-    differences, floor = apart(*pair, "dense", change), reordered("dense", algorithm_in(pair[0]))
+    differences, floor = apart(*pair, "dense", change), reordered("dense", kind_of(pair[0]))
     beyond = {what: difference / floor[what] for what, difference in differences.items()}
     print(f"{' = '.join(pair)}, {change}: " + ", ".join(f"{what} {b:.0f}" for what, b in beyond.items()))
     assert (

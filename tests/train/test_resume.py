@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from command import Command, memopd
+from command import Command, memopd, on_ranks
 from live import policy, world
 from safetensors.torch import load_file
 
@@ -70,6 +70,29 @@ def test_killed_and_resumed(life, tmp_path):
     found = disturb(tmp_path / "run", [instant])
     print(found)
     assert_same_run(tmp_path / "run", whole)
+
+
+LORA = ("--lora.rank", "4", "--optimise.steps", "3", "--run.save_every", "1")
+
+
+def test_with_adapters(tmp_path):
+    """Live, with the adapter in the engine: killed and resumed; and on two ranks, whose engines have whole copies."""
+    runs = {name: tmp_path / name for name in ("whole", "killed", "ranks")}
+    ended = train(runs["whole"], *LORA).end()
+    assert ended.code == 0, ended.err
+    train(runs["killed"], *LORA).kill_at(random.uniform(0.5, 0.9) * ended.seconds)
+    assert train(runs["killed"], *LORA, *["--resume"] * runs["killed"].exists()).end().code == 0
+    assert numbers(runs["killed"]) == numbers(runs["whole"])
+    assert sampled(runs["killed"]) == sampled(runs["whole"])
+    a, b = (load_file(runs[name] / "adapter" / "adapter_model.safetensors") for name in ("killed", "whole"))
+    assert all(a[n].equal(b[n]) for n in a)
+    assert any(a[n].any() for n in a if "lora_B" in n)  # it has learnt, so that the engine's adapter matters
+    for done in on_ranks(2, "train", world() / "train.toml", "--output", runs["ranks"], *LORA):
+        assert done.code == 0, done.err
+    for name in ("whole", "ranks"):
+        lines = read_metrics(runs[name])
+        assert all(m["first_ratio_error"] == 0 and m["sampler_gap_p99"] < 1e-4 for m in lines)
+        assert all(m["reference_kl"] != 0 for m in lines[1:])
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def vocabulary(run: Run, episodes: Sequence[dict[str, Any]]) -> dict[int, str] |
     """The text of every id that the episodes use, or None without a local tokenizer. Nothing is downloaded."""
     used = {i for e in episodes for i in e["flat"]}
     used |= {i for e in episodes for c in e["calls"] for p in (*c["read"], *c["dropped"]) for i in p.get("ids", ())}
-    for place in (run.path / "model", run.config.get("model", {}).get("student", "")):
+    for place in (run.path / "model", run.path / "adapter", run.config.get("model", {}).get("student", "")):
         if used and str(place):
             try:
                 from memopd.models.load import load_tokenizer

@@ -7,6 +7,7 @@ base is a model of its own, with its own adapter.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from memopd.models.adapters import (
 )
 from memopd.models.load import critic_from, critic_over, load_causal_lm
 from memopd.score import Head
+from memopd.train import ranks
 from memopd.train.models import (
     Base,
     PolicyRoot,
@@ -35,6 +37,8 @@ from memopd.train.models import (
     prepare_base,
     teacher_head,
 )
+
+log = logging.getLogger("memopd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,4 +161,7 @@ def _student_root(base: Base, config: RunConfig) -> PolicyRoot:
     root = PolicyRoot(base.model, config.model.attention, base, "student")
     root.weights = adapter_weights(base.model, "student")
     root.frozen = {name: p for name, p in base.model.named_parameters() if not is_adapter_weight(name)}
+    if ranks.rank() == 0:
+        trained, kept = (sum(p.numel() for p in group.values()) / 1e6 for group in (root.weights, root.frozen))
+        log.info("lora: an adapter of %.2f M weights over a frozen base of %.1f M", trained, kept)
     return root
