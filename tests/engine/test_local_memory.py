@@ -25,11 +25,13 @@ def resident():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
 
-# The layers of SmolLM2-135M; its vocabulary has no part in the cache.
-shape = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
+# The shape of SmolLM2-135M, except for the vocabulary, which has no part in the cache.
+config = LlamaConfig(
+    vocab_size=500, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, max_position_embeddings=4096, tie_word_embeddings=True,
+)
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=500, max_position_embeddings=4096, tie_word_embeddings=True, **shape)
-model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 prompts = [np.arange(1, 20 + i) for i in range(12)]
 
 def sample(engine, on_token=None):
@@ -58,7 +60,7 @@ def test_short_calls_commit_little_of_a_long_cache():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     print(found)
-    assert found["whole"] > 1000  # MB, if all were committed
+    assert found["whole"] > 2000  # MB, if all were committed
     assert found["sampled"] < 100
     assert found["failed"] < 100  # the slots of failed sequences are cleared, and no more than was written
     assert found["released"] < found["sampled"] / 2
