@@ -125,3 +125,36 @@ def test_weights_trained_in_place_need_no_new_capture():
     expected = LocalEngine(model, None, slots=16, max_length=256).generate(some)
     same = sum(a.tokens.tolist() == b.tokens.tolist() for a, b in zip(made, expected, strict=True))
     assert same >= 29
+
+
+def test_a_released_cache_gives_its_memory_back_and_changes_no_result():
+    """Cache and captured steps; the same completions to the bit when they are made again."""
+    model = tiny_model("qwen2").to(CUDA, torch.bfloat16)
+    engine, some = LocalEngine(model, None, slots=64, max_length=512), requests(24)
+    first = engine.generate(some)
+    allocated, cache = torch.cuda.memory_allocated(), engine.cache_bytes
+    assert cache > 10 << 20
+    engine.release()
+    assert engine.cache_bytes == 0
+    assert torch.cuda.memory_allocated() <= allocated - cache
+    for a, b in zip(first, engine.generate(some), strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert a.logprobs.tolist() == b.logprobs.tolist()
+    engine.close()
+
+
+def test_training_releases_a_large_cache_only(monkeypatch):
+    from types import SimpleNamespace
+
+    from memopd.train import engines
+
+    model = tiny_model("qwen2").to(CUDA, torch.bfloat16)
+    policy = engines.LocalPolicy.__new__(engines.LocalPolicy)
+    policy.root, policy.version, policy.model = SimpleNamespace(model=model), 0, model
+    policy.engine = LocalEngine(model, None, slots=4, max_length=256)
+    policy.engine.generate(requests(4))
+    policy.release()
+    assert policy.engine.cache_bytes > 0  # less than a tenth of any GPU
+    monkeypatch.setattr(engines, "KEPT", 0.0)
+    policy.release()
+    assert policy.engine.cache_bytes == 0

@@ -23,6 +23,7 @@ from memopd.types import Call, Floats, Ids, Sampling
 from memopd.verify.equivalence import MORE_PRECISE, name_of
 
 PROMPTS, TOKENS = 4, 16  # for the verification of servers: prompts, and tokens per prompt
+KEPT = 0.1  # of a GPU's memory: a cache up to this size stays between steps, which saves capturing CUDA graphs again
 
 
 class LocalPolicy:
@@ -45,6 +46,12 @@ class LocalPolicy:
             if self.model is not self.root.model and version != self.version:
                 copy_weights(self.root, self.model, frozen=self.version < 0)
         self.version = version
+
+    def release(self) -> None:
+        """Give the engine's cache back if it takes more than `KEPT` of a GPU: scoring and the update need the room."""
+        device = next(self.model.parameters()).device
+        if device.type == "cuda" and self.engine.cache_bytes > KEPT * torch.cuda.mem_get_info(device)[1]:
+            self.engine.release()
 
 
 class ServedPolicy:
@@ -77,6 +84,9 @@ class ServedPolicy:
         ranks.barrier()  # the engines of the other ranks get the version from the servers
         sampling = Sampling(temperature=self.temperature, max_tokens=TOKENS)  # the temperature of the tolerance
         self.engine.verify(self.score, self.prompts, tolerance=self._tolerance(), sampling=sampling)
+
+    def release(self) -> None:
+        """The servers have memory of their own."""
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]], temperature: float) -> list[Floats]:
         """log p of the completions. One forward pass, because every rank must make the same number of passes."""

@@ -94,6 +94,7 @@ class Sampler:
     def _run(self, version: int, pairs: Sequence[tuple[str, Task]]) -> list[Episode]:
         self.policy.refresh(version)
         mine = list(self.agent.graded(ranks.share(pairs), self.config.run.seed))
+        self.policy.release()
         everyone = {e.id: (e, outcome) for part in ranks.gather(mine) for e, outcome in part}
         self.outcomes = {id: outcome for id, (_, outcome) in everyone.items()}
         return [everyone[id][0] for id, _ in pairs]

@@ -9,7 +9,9 @@ another.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,26 +51,48 @@ class Cache:
                 flat = part.view(-1, *part.shape[2:])
                 flat.index_copy_(0, target, flat.index_select(0, source))
 
-    def clear(self, slot: int) -> None:
+    def clear(self, slot: int, rows: int) -> None:
+        """Zero the first rows of a slot. Give only those that were written: a CPU would commit the memory of others."""
         for keys, values in self.layers.values():
-            keys[slot].zero_()
-            values[slot].zero_()
+            keys[slot, :rows].zero_()
+            values[slot, :rows].zero_()
+
+    def release(self) -> None:
+        """Free the tensors. The next write allocates them again."""
+        self.layers.clear()
+        self.special = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.nbytes for pair in self.layers.values() for part in pair)
 
     def _make(self, like: Tensor) -> Tensor:
         shape = (self.slots, self.length, *like.shape[1:])
         try:
             if like.device.type != "cpu":
                 return torch.zeros(shape, dtype=like.dtype, device=like.device)
-            # Zeros, because masked rows are multiplied by 0 and must not be NaN. From NumPy, because torch would commit
-            # the memory at once.
-            bytes = np.zeros(math.prod(shape) * like.element_size(), np.uint8)
-            return torch.from_numpy(bytes).view(like.dtype).view(shape)
-        except (torch.OutOfMemoryError, MemoryError) as why:
+            return _lazy_zeros(math.prod(shape) * like.element_size()).view(like.dtype).view(shape)
+        except (torch.OutOfMemoryError, MemoryError, OSError) as why:
             size = self.slots * self.length
             raise ValueError(
                 f"no memory for keys and values of {size:,} tokens per layer: give the engine fewer slots or a smaller "
                 f"max_length ({str(why).splitlines()[0]})"
             ) from None
+
+
+def _lazy_zeros(size: int) -> Tensor:
+    """Bytes whose memory the system commits page by page as they are written; torch would commit all at once.
+
+    Zeros, because masked rows are multiplied by 0 and must not be NaN. Small pages, because the first row of a slot
+    would commit a huge page, of 2 MB, in every layer. The memory goes back to the system with the tensor.
+    """
+    if not hasattr(mmap, "MAP_ANONYMOUS"):  # not a Unix system
+        return torch.from_numpy(np.zeros(size, np.uint8))
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

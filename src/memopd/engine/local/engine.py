@@ -154,6 +154,20 @@ class LocalEngine:
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
 
+    @property
+    def cache_bytes(self) -> int:
+        """The memory that the cache takes on its device; a CPU commits only what was written."""
+        return self._cache.bytes
+
+    def release(self) -> None:
+        """Give the memory of the cache and of the CUDA graphs back, once no request runs. The next request takes it
+        again, and gets the same completion."""
+        with self.updating(self._version):
+            self._cache.release()
+            self._decoder = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # so that others can cut it into pieces of any size
+
     def close(self) -> None:
         """End running and waiting requests as aborted, and accept no more."""
         with self._lock:
@@ -283,8 +297,8 @@ class LocalEngine:
     def _fail(self, sequences: Sequence[_Sequence], why: BaseException) -> list[Callable[[], None]]:
         """Raise `why` to the callers of all running sequences, and empty the cache for the next ones."""
         self._running, self._groups, self._decoder = [], None, None
-        slots = len(self._slots.tokens)
-        self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
+        self._slots = Slots(len(self._slots.tokens), self.max_length)
+        self._cache.release()  # now: the frames in the error's traceback still refer to the cache
         return [partial(s.future.set_exception, why) for s in sequences]
 
     def _admit(self, entering: list[tuple[_Sequence, int]]) -> None:
@@ -416,7 +430,9 @@ class LocalEngine:
                 self._slots.release(sequence.slot, np.concatenate([sequence.prompt, sequence.tokens]))
             except Exception as why:  # its on_token failed, or its logits were not numbers: the others continue
                 finished.append(partial(sequence.future.set_exception, why))
-                self._cache.clear(sequence.slot)  # a NaN would spread, even when it is multiplied by 0
+                # A NaN would spread, even when it is multiplied by 0. A GPU's steps write past a sequence's end.
+                rows = sequence.length if self._device.type == "cpu" else self.max_length
+                self._cache.clear(sequence.slot, rows)
                 self._slots.release(sequence.slot, sequence.prompt[:1])
             sequence.slot = -1
         if finished:
