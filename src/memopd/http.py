@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-HEADER_SECONDS = 10.0  # from the connection, or the first byte of a later request, to the end of its headers
+HEADER_SECONDS = 20.0  # from the connection, or the first byte of a later request, to the end of its headers
 REQUEST_SECONDS = 30.0  # and to the end of its body
 MAX_CONNECTIONS = 800  # below the usual limit of 1,024 open files
 
