@@ -210,7 +210,7 @@ def test_memory_threads_and_files_stay_flat_over_20000_calls(tmp_path):
     samples: list[tuple[int, dict[str, int]]] = []
     done = 0
 
-    # Made before any connects, and without TLS: a client that stalls for long between connecting and sending is cut off.
+    # Made before any connects: a client that stalls for long between connecting and sending is cut off.
     clients = [httpx.AsyncClient(timeout=120, verify=False) for _ in range(CLIENTS)]
 
     async def one(url: str, n: int) -> None:
