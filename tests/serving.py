@@ -12,7 +12,7 @@ from memopd import http
 def serving(app, protocol=http.Protocol):
     """Its address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = http.server(app, protocol, log_level="critical")
+        server = http.server(app, protocol, log_level="critical", timeout_graceful_shutdown=2)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         while not server.started:

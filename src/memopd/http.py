@@ -27,8 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-HEADER_SECONDS = 10.0  # from the connection, or the first byte of a later request, to the end of its headers
+HEADER_SECONDS = 20.0  # from the connection, or the first byte of a later request, to the end of its headers
 REQUEST_SECONDS = 30.0  # and to the end of its body
+IDLE_SECONDS = 60  # between two requests; longer than clients wait, so that none sends into a connection that we close
 MAX_CONNECTIONS = 800  # below the usual limit of 1,024 open files
 
 
@@ -200,5 +201,7 @@ class Protocol(H11Protocol):
 
 def server(app: ASGIApp, protocol: type[Protocol] = Protocol, **settings: Any) -> uvicorn.Server:
     """A uvicorn server with the limits above. It logs errors only; the applications log the requests they refuse."""
-    defaults: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
+    defaults: dict[str, Any] = {
+        "log_config": None, "log_level": "error", "access_log": False, "timeout_keep_alive": IDLE_SECONDS,
+    }  # fmt: skip
     return uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", **defaults | settings))

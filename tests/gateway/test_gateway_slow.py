@@ -210,9 +210,12 @@ def test_memory_threads_and_files_stay_flat_over_20000_calls(tmp_path):
     samples: list[tuple[int, dict[str, int]]] = []
     done = 0
 
+    # Made before any connects: a client that stalls for long between connecting and sending is cut off.
+    clients = [httpx.AsyncClient(timeout=120, verify=False) for _ in range(CLIENTS)]
+
     async def one(url: str, n: int) -> None:
         nonlocal done
-        async with httpx.AsyncClient(timeout=120) as http_client:
+        async with clients[n] as http_client:
             for call in range(CALLS // CLIENTS + (n < CALLS % CLIENTS)):
                 episode = f"{url}/episodes/c{n}-{call // TURNS}"
                 body = {"model": MODEL, "prompt": f"the town {n} {call}", "max_tokens": 1 + call % 2}
@@ -222,11 +225,11 @@ def test_memory_threads_and_files_stay_flat_over_20000_calls(tmp_path):
                     (await http_client.post(f"{episode}/reward", json={"reward": 1.0})).raise_for_status()
 
     async def everyone(url: str, process_id: int) -> None:
-        clients = asyncio.gather(*(one(url, n) for n in range(CLIENTS)))
-        while not clients.done():
+        running = asyncio.gather(*(one(url, n) for n in range(CLIENTS)))
+        while not running.done():
             samples.append((done, state_of(process_id)))
             await asyncio.sleep(0.25)
-        await clients
+        await running
 
     begun = time.monotonic()
     with process(tmp_path, free_port(), [sys.executable, __file__]) as (url, server):
