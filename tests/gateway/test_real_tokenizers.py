@@ -95,7 +95,7 @@ usual_text = st.lists(
 text = st.one_of(any_text, usual_text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text)
 def test_ids_are_the_bytes_of_their_text(name, text):
     """Qwen's tokenizer composes characters (NFC) before it encodes. SmolLM2's drops the bytes that it has no token for,
@@ -108,7 +108,7 @@ def test_ids_are_the_bytes_of_their_text(name, text):
         assert text_of(name, ids) == composed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     text,
     st.integers(0, 12),
