@@ -58,7 +58,10 @@ def write_dense(
                 line = json.dumps([passage.id, passage.title, passage.text], ensure_ascii=False).encode() + b"\n"
                 offsets.append(offsets[-1] + file.write(line))
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))
-    faiss.write_index(index, str(folder / "vectors.faiss"))
+    try:
+        faiss.write_index(index, str(folder / "vectors.faiss"))
+    except RuntimeError as error:  # faiss wraps system errors
+        raise OSError(f"{folder.name}: the index cannot be written ({error}): is the disk full?") from error
     where = str(Path(model).resolve()) if Path(model).exists() else model
     settings = {"model": where, "width": index.d, "tokens": _TOKENS, "query": query, "passage": prefix}
     versions = {"faiss": faiss.__version__, "sentence-transformers": sentence_transformers.__version__}
@@ -74,9 +77,12 @@ class DenseIndex:
         settings = read_info(folder).settings
         model = model or str(settings["model"])
         self._query, self._prefix = settings["query"], settings["passage"]
-        self._index = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP)
-        self._offsets = np.load(folder / "offsets.npy")
-        self._file = (folder / "passages.jsonl").open("rb")
+        try:
+            self._index = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP)
+            self._offsets = np.load(folder / "offsets.npy")
+            self._file = (folder / "passages.jsonl").open("rb")
+        except (OSError, ValueError, EOFError, RuntimeError) as why:  # faiss raises RuntimeError for a damaged file
+            raise ValueError(f"{folder}: cannot be opened ({_line(why)}); build the index again") from None
         self._encoder = _load(model)
         self._lock = Lock()  # tokenizers change their own state while they encode
         self._check(model)
@@ -169,3 +175,7 @@ def _chunks(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
     rest = iter(passages)
     while chunk := list(islice(rest, _CHUNK)):
         yield chunk
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

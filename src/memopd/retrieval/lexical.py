@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -43,14 +44,27 @@ def write_lexical(folder: Path, passages: Iterable[Passage]) -> tuple[int, dict[
     count = 0
     try:
         for passage in passages:
-            writer.add_document(_document(passage))
+            document = _document(passage)
+            with _explained(folder):
+                writer.add_document(document)
             count += 1
-        writer.commit()
+        with _explained(folder):
+            writer.commit()
     finally:  # also after an error: its threads must not write into a folder that is about to be removed
-        writer.wait_merging_threads()
+        with _explained(folder):
+            writer.wait_merging_threads()
     analysis = "words, lower case, no accents, English stop words and stems"
     settings = {"analysis": analysis, "k1": 1.2, "b": 0.75, "title": _TITLE}  # k1 and b are tantivy's
     return count, settings, {"tantivy": version("tantivy")}
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """tantivy raises ValueError for a full disk too, and does not always say so."""
+    try:
+        yield
+    except ValueError as error:
+        raise OSError(f"{folder.name}: the index cannot be written ({error}): is the disk full?") from error
 
 
 class LexicalIndex:
