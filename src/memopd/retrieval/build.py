@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from memopd import __version__
 from memopd.retrieval.corpus import read_corpus
 from memopd.retrieval.index import KINDS, IndexInfo, write_info
+from memopd.version import __version__
 
 Track = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps an iterable to show progress
 
