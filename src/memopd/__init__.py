@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memopd.version import __version__
+
 if TYPE_CHECKING:
     from memopd import verify
     from memopd.compile import Packed, compile_calls, fill
     from memopd.score import packed_logprobs
     from memopd.types import Call, Episode, Sampling, Segment, StopReason
-
-__version__ = "0.1.0"
 
 # Loaded on first use, so that `memopd --help` and the NumPy-only parts never wait for torch.
 _HOME = {
@@ -34,6 +34,7 @@ __all__ = [
     "Sampling",
     "Segment",
     "StopReason",
+    "__version__",
     "compile_calls",
     "fill",
     "packed_logprobs",

@@ -128,7 +128,7 @@ def test_a_summary_carries_the_answers_so_far(folder):
     ("question", "reason"),
     [
         (Question("q", "Where does the river Velm rise?", ("Moravia",), supporting=("velm",)), NOT_SAID),
-        (Question("q", "Where does the river Velm rise?", ("Tarn; Tarn",), supporting=("velm",)), NOT_SAID),
+        (Question("q", "Where does the river Velm rise?", ("river of; 90 km",), supporting=("velm",)), NOT_SAID),
         (Question("q", "Who built clocks?", ("Moravia",), supporting=("oder",)), NOT_FOUND),
         (Question("q", "Who built clocks?", ("yes",)), NOT_FOUND),  # "yes" cannot be read anywhere
         (Question("q", "Where does the Velm rise?", ("Tarn",), supporting=("velm", "temple")), NOT_NAMED),
@@ -138,6 +138,21 @@ def test_what_was_not_found_is_not_answered(folder, question, reason):
     episodes, made, _ = played(folder, [question])
     assert not episodes
     assert dict(made.failures) == {reason: 1}
+
+
+def test_yes_and_no_only_when_asked(folder):
+    both = Question("q", "Are the Velm and the Oder rivers?", ("yes",), supporting=("velm", "oder"))
+    index, tokenizer = open_index(folder / "index"), load_tokenizer(TOKENIZER)
+    config, made = TasksConfig(max_context=8192), {}
+    assert not list(demonstrate({"set": [both]}, (1,), index, tokenizer, made, config))
+    assert dict(made["set"].failures) == {NOT_SAID: 1}
+    (episode,) = demonstrate({"set": [both]}, (1,), index, tokenizer, made, config, yes_no=True)
+    assert codec_of(tokenizer).decode(episode.calls[-1].completion).endswith("So yes.</think>\n<answer>yes</answer>")
+
+
+def test_a_word_in_a_passage_is_no_yes_or_no(folder):
+    word = Question("q", "Which use has Thing 3 of wood?", ("no",), supporting=("x3",))  # "A thing of no use"
+    assert not played(folder, [word])[0]
 
 
 def test_gold_passages_that_the_index_lacks_leave_the_answers(folder):

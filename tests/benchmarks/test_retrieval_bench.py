@@ -7,6 +7,7 @@ import math
 import pytest
 
 from benchmarks.corpus import synthetic_passages, write_synthetic
+from benchmarks.recall import run_recall
 from benchmarks.retrieval import run_retrieval
 from memopd.retrieval import read_corpus
 
@@ -48,3 +49,21 @@ def test_passages_are_the_same_each_time_and_differ():
     first, again = (list(synthetic_passages(300)) for _ in range(2))
     assert first == again
     assert len({p.text for p in first}) == 300
+
+
+def test_recall(tmp_path):
+    asked = write_synthetic(tmp_path / "corpus.jsonl", 100, 5)
+    rows = [
+        {"id": str(i), "question": a.query, "golden_answers": ["x"], "metadata": {"supporting_ids": [*a.wanted, *more]}}
+        for i, (a, more) in enumerate(zip(asked, [["nowhere"], [], [], [], []], strict=True))
+    ]
+    questions = tmp_path / "set.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = list(run_recall([tmp_path / "corpus.jsonl"], [str(questions)], None, 20, 5, 0))
+    assert [(r.index_kind, r.query, r.passages, r.questions) for r in results] == [
+        ("lexical", "question", 19, 5),  # one of the gold passages is nowhere
+        ("lexical", "keywords", 19, 5),
+    ]
+    assert [(r.any_3, r.all_3) for r in results] == [(1.0, 0.8)] * 2
+    with pytest.raises(ValueError, match="the questions have 6 gold passages; take more"):
+        list(run_recall([tmp_path / "corpus.jsonl"], [str(questions)], None, 3, 5, 0))

@@ -7,7 +7,7 @@ agent could know at that point:
     first query    the keywords of the question
     next query     the name of a gold passage that is still missing, if the question, the notes or the results name it
     note           the answer; where it takes several gold passages, first the sentence of each that leads on
-    answer         when all gold passages were found, and they, or for a comparison the question, contain the answer
+    answer         when all gold passages were found, and the answer is in them
 
 Without gold passages, the first result that contains the answer counts as one. Some questions are not solved in this
 way; `demonstrate` leaves them out and says how many.
@@ -43,6 +43,7 @@ BATCH = 256  # episodes at once
 NOT_FOUND = "no gold passage was found"
 NOT_NAMED = "nothing named the next gold passage"
 NOT_REACHED = "a gold passage that was named was not found"
+NO_TURNS = "the turns ran out before all gold passages were found"
 NOT_SAID = "the gold passages do not contain the answer"
 
 # Words that say nothing about what a question is about.
@@ -145,13 +146,15 @@ class _Notes:
 class Demonstrator:
     """Searches `index` through the environment, which must be built on `self` so that results are seen with their ids.
 
-    `gold` has the gold passages by id. Why a question was not solved is in `failures`, by its id.
+    `gold` has the gold passages by id. With `yes_no`, these two are answers as well, when all of several gold passages
+    were found; the demonstrator does not derive them, it knows them. `failures` says why a question was not solved.
     """
 
-    def __init__(self, index: Index, tokenizer: Any, gold: Mapping[str, Passage]) -> None:
+    def __init__(self, index: Index, tokenizer: Any, gold: Mapping[str, Passage], yes_no: bool = False) -> None:
         self.index = index
         self.codec = codec_of(tokenizer)
         self.gold = gold
+        self.yes_no = yes_no
         self.tasks: dict[str, Task] = {}
         self.failures: dict[str, str] = {}
         self._notes: dict[str, _Notes] = {}
@@ -191,6 +194,8 @@ class Demonstrator:
                 notes.queries.append(query)
                 return f"<think>{self._summary(notes)}</think>\n<search>{query}</search>"
             notes.answer(GIVEN_UP)
+        if question is not None:
+            self._fail(question, notes, NO_TURNS)
         answers = notes.answers + [GIVEN_UP] * (notes.task.k - len(notes.answers))
         return f"<think>{self._summary(notes)}</think>\n<answer>{'; '.join(answers)}</answer>"
 
@@ -227,7 +232,7 @@ class Demonstrator:
         if len(notes.found) < len(gold):
             return
         readable = "\n".join([*notes.found.values(), *(p.contents for p in passages if p.id in gold)])
-        answer = next((a for a in _answers(question) if _follows(a, readable, question, len(gold))), None)
+        answer = next((a for a in _answers(question) if self._follows(a, readable, len(gold))), None)
         if answer is not None:
             notes.answer(answer)
 
@@ -235,11 +240,8 @@ class Demonstrator:
         if not notes.queries:
             return keywords(question.text)
         gold = self._gold(question)
-        if len(notes.queries) >= TRIES or not gold:
-            self.failures[question.id] = NOT_FOUND
-            return None
-        if len(notes.found) == len(gold):
-            self.failures[question.id] = NOT_SAID
+        if len(notes.found) == len(gold) or len(notes.queries) >= TRIES:
+            self._fail(question, notes, NO_TURNS)
             return None
         seen = "\n".join([question.text, *notes.found.values(), *(hit.passage.contents for hit in hits)])
         names = [name_of(p) for p in gold.values() if p.id not in notes.found]
@@ -247,8 +249,19 @@ class Demonstrator:
         more = [" ".join(dict.fromkeys(f"{name} {keywords(question.text)}".split())) for name in named]
         queries = [query for query in (*named, *more) if query not in notes.queries]
         if not queries:
-            self.failures[question.id] = NOT_REACHED if named else NOT_NAMED if notes.found else NOT_FOUND
+            self._fail(question, notes, NOT_REACHED if named else NOT_NAMED)
         return queries[0] if queries else None
+
+    def _fail(self, question: Question, notes: _Notes, otherwise: str) -> None:
+        """Record why a question was not solved; `otherwise` if some but not all of its gold passages were found."""
+        complete = len(notes.found) == len(self._gold(question))
+        self.failures[question.id] = NOT_FOUND if not notes.found else NOT_SAID if complete else otherwise
+
+    def _follows(self, answer: str, readable: str, passages: int) -> bool:
+        """Whether the passages say the answer. No passage says yes or no, even if the word is in it."""
+        if normalise(answer) in _PLAIN:
+            return self.yes_no and passages > 1
+        return contains(readable, answer)
 
     def _gold(self, question: Question) -> dict[str, Passage]:
         return {id: self.gold[id] for id in question.supporting if id in self.gold}
@@ -261,12 +274,6 @@ def _answers(question: Question) -> list[str]:
 
 def _says(passage: Passage, answer: str) -> bool:
     return contains(passage.title, answer) or contains(passage.text, answer)
-
-
-def _follows(answer: str, readable: str, question: Question, passages: int) -> bool:
-    """Whether the passages say the answer, or it is concluded from several: yes, no, or a thing that is compared."""
-    concluded = passages > 1 and (normalise(answer) in _PLAIN or contains(question.text, answer))
-    return concluded or contains(readable, answer)
 
 
 # ---- episodes --------------------------------------------------------------------------------------------------------
@@ -298,6 +305,7 @@ def demonstrate(
     made: dict[str, Made],
     tasks: TasksConfig | None = None,
     seed: int = 0,
+    yes_no: bool = False,
     progress: Callable[[str, Sequence[Any]], Iterable[Any]] = lambda _, items: items,
 ) -> Iterator[Episode]:
     """Yield the correct episodes on tasks of each k in `horizons`, and count them in `made`.
@@ -306,9 +314,8 @@ def demonstrate(
     """
     tasks = tasks or TasksConfig(memory="mem1")
     wanted = dict.fromkeys(id for questions in sets.values() for q in questions for id in q.supporting)
-    player = _Player(
-        Demonstrator(index, tokenizer, passages_of(index, wanted) if wanted else {}), tokenizer, tasks, seed
-    )
+    engine = Demonstrator(index, tokenizer, passages_of(index, wanted) if wanted else {}, yes_no)
+    player = _Player(engine, tokenizer, tasks, seed)
     for source, questions in sets.items():
         of_set = made[source] = Made(len(questions))
         solved, alone = [], group(questions, 1, source)
@@ -320,7 +327,7 @@ def demonstrate(
                 yield _counted(episode, of_set)
         of_set.solved = len(solved)
         of_set.tasks[1] = len(alone) if 1 in horizons else 0
-        of_set.failures.update(player.engine.failures.get(q.id, NOT_FOUND) for q in _without(questions, solved))
+        of_set.failures.update(player.engine.failures[q.id] for q in _without(questions, solved))
         for k in (k for k in horizons if k > 1):
             random.Random(f"{seed}/{source}/{k}").shuffle(solved)
             together = group(solved, k, source)

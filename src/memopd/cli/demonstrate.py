@@ -31,6 +31,9 @@ def demonstrate(
     topk: Annotated[int, typer.Option(help="Documents per search.", min=1)] = 3,
     memory: Annotated[str, typer.Option(help="The memory rule: mem1, full_response, ..., or module:Class.")] = "mem1",
     max_context: Annotated[int, typer.Option(help="The most tokens per prompt.", min=1)] = 4096,
+    yes_no: Annotated[
+        bool, typer.Option("--yes-no", help="Keep questions with these answers, too, which no passage states.")
+    ] = False,
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
@@ -52,7 +55,7 @@ def demonstrate(
     sets = _by_name(questions, source, split, part, limit, skip_bad)
     made: dict[str, Made] = {}
     episodes = demonstrator.demonstrate(
-        sets, horizons, open_index(index), load_tokenizer(tokenizer), made, tasks, seed, track
+        sets, horizons, open_index(index), load_tokenizer(tokenizer), made, tasks, seed, yes_no, track
     )
     first = next(episodes, None)
     if first is None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from memopd import __version__
 from memopd.files import digest, whole_folder
 from memopd.retrieval.corpus import read_corpus
 from memopd.retrieval.index import KINDS, IndexInfo, write_info
+from memopd.version import __version__
 
 Track = Callable[[str, Iterable[Any]], Iterable[Any]]  # wraps an iterable to show progress
 
