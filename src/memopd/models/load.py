@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from memopd.files import check_digests
+from memopd.files import check_digests, read_object
 from memopd.models.folder import (
     CONFIG,
     check_config,
@@ -22,7 +22,6 @@ from memopd.models.folder import (
     explained,
     explained_tokenizer,
     is_folder,
-    read_object,
 )
 
 
