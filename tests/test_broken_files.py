@@ -94,12 +94,12 @@ def place(tmp_path_factory):
     build_index(place / "corpus.jsonl", place / "index")
     write_episodes(place / "store", [Episode("e0", "t", mem1_calls(0))])
     tiny_model("qwen2").save_pretrained(place / "model")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY - 1)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(place / "model")
-    train_tokenizer(["who? me", "some text"]).save_pretrained(place / "tokenizer")
+    train_tokenizer(["who? me", "some text"], size=265).save_pretrained(place / "tokenizer")
     (place / "calls.jsonl").write_text('{"episode": "a", "prompt": [5], "completion": [8]}\n')
     train = f'[model]\nstudent = "{place}/model"\n[sampling]\nreplay = "{place}/store"\n[teacher]\nstate = "none"\n'
-    sft = f'[sft]\nstart = "{place}/model"\nepisodes = ["{place}/store"]\n'
+    sft = f'[sft]\nstart = "{place}/model"\nepisodes = ["{place}/store"]\nkeep = []\ntokens = 2000\nbatch = 512\n'
     (place / "config.toml").write_text(train + sft)
     return place
 
@@ -128,7 +128,7 @@ def commands(place: Path, output: Path) -> list[tuple[list[object], object]]:
         ([*train, *run, *live, "--tasks.index", index, "--tasks.train", "FILE"], None),
         ([*train, *run, *live, "--tasks.index", "FILE", "--tasks.train", tasks], None),
         (["sft", "FILE", *budget, *run], config),
-        ([*sft, *run, "--sft.episodes", "FILE"], f'["{store}"]'),
+        ([*sft, *run, "--sft.episodes", "FILE"], store),
         ([*sft, *run, "--sft.start", "FILE"], model),
         ([*sft, *run, "--sft.tokenizer", "FILE"], model),
         (["import", "FILE", "-o", output], calls),
@@ -195,7 +195,7 @@ def test_with_intact_files_the_commands_succeed(place, tmp_path, monkeypatch, ca
             continue
         if belongs == output / "results.json":  # one command writes it, the next reads it
             belongs = results
-        arguments = [str(belongs if a == "FILE" else a) for a in command]
+        arguments = [str(a).replace("FILE", str(belongs)) for a in command]
         if (code := run(arguments, monkeypatch)) != 0:
             failed.append(f"{arguments}: {code} {capfd.readouterr().err[-300:]}")
     assert not failed, "\n".join(failed)
@@ -213,7 +213,7 @@ def test_no_broken_file_ends_in_a_traceback(place, tmp_path, monkeypatch, capfd)
         file = at / f"file{rng.choice(SUFFIXES)}"
         KINDS[kind](file, rng)
         command, _ = commands(place, at / "output")[seed % count]
-        code = run([str(file if a == "FILE" else a) for a in command], monkeypatch)
+        code = run([str(a).replace("FILE", str(file)) for a in command], monkeypatch)
         shown = capfd.readouterr().err
         complaints = [line for line in shown.splitlines() if line.startswith("memopd: ")]
         if code not in (0, 2) or (code == 2 and len(complaints) != 1) or "Traceback" in shown:

@@ -149,6 +149,17 @@ def check_digests(folder: Path, skip: str = "") -> None:
             raise ValueError(f"{file}: damaged, its content does not match its digest: {otherwise}")
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object that is the content of a file."""
+    try:
+        value = json.loads(file.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: must be a JSON object, is a {type(value).__name__}")
+    return value
+
+
 def json_lines(path: Path, *, finished: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a .jsonl or .jsonl.gz file, each with the number of its line; errors name file and line.
 

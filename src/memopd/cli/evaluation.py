@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from memopd.agent import Outcome, repeat
 from memopd.evaluate import Measures, Result, Setting, compare, comparison_table, measure_outcomes, summarise
 from memopd.evaluate.tables import table_1, table_2
+from memopd.files import read_object
 from memopd.tasks.files import read_tasks
 from memopd.types import Episode
 
@@ -32,13 +32,20 @@ class Evaluation:
             yield table_2(single)
         if against is None:
             return
-        other = json.loads(against.read_text())
-        for mine, line, theirs, their_line in zip(
-            self.runs, self.results, other["tasks"], other["results"], strict=True
-        ):
-            a, b = [m for run in mine for m in run], [Measures(**m) for run in theirs for m in run]
+        for mine, line, (system, b) in zip(self.runs, self.results, _read(against), strict=True):
+            a = [m for run in mine for m in run]
             compared = {metric: compare(a, b, metric) for metric in COMPARED}  # type: ignore[arg-type]
-            yield comparison_table(f"{line.system}, Q{line.k}", their_line["system"], compared)
+            yield comparison_table(f"{line.system}, Q{line.k}", system, compared)
+
+
+def _read(file: Path) -> list[tuple[str, list[Measures]]]:
+    """The system and its measures, for each of the task files, that `as_dict` described."""
+    other = read_object(file)
+    try:
+        pairs = zip(other["results"], other["tasks"], strict=True)
+        return [(line["system"], [Measures(**m) for run in runs for m in run]) for line, runs in pairs]
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: not written by `memopd evaluate -o` ({type(error).__name__}: {error})") from None
 
 
 def evaluate(

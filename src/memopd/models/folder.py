@@ -6,7 +6,6 @@ Here every fault is one line that names the file. An error that is not the folde
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
+
+from memopd.files import read_object
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -179,17 +180,6 @@ def explained_tokenizer(path: str) -> Iterator[None]:
             except Exception as error:  # tokenizers raises nothing more specific
                 raise ValueError(f"{file}: not a tokenizer ({_reason(error)}): copy it again") from error
         raise
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object that is the content of a file."""
-    try:
-        value = json.loads(file.read_bytes().decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON ({error}): copy it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: must be a JSON object, is a {type(value).__name__}: copy it again")
-    return value
 
 
 def _reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from memopd.files import check_digests
+from memopd.files import check_digests, read_object
 from memopd.models.folder import (
     CONFIG,
     check_config,
@@ -22,7 +22,6 @@ from memopd.models.folder import (
     explained,
     explained_tokenizer,
     is_folder,
-    read_object,
 )
 
 
@@ -67,7 +66,7 @@ def load_tokenizer(path: str, local: bool = False) -> Any:
         check_digests(Path(path), skip="*.safetensors")
         check_tokenizer_files(Path(path))
     elif is_folder(path):
-        raise ValueError(f"{path}: there is no folder with a tokenizer here")
+        raise ValueError(f"{path}: no tokenizer can be loaded from it (there is no such folder)")
     elif not local:
         check_on_hub(path)
     with explained_tokenizer(path):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memopd.files import read_object
 from memopd.train.log import read_metrics
 
 
@@ -44,29 +45,22 @@ def _read_run(path: Path, name: str) -> Run:
         )
     # Evaluations from before the training come first; otherwise the order is by name.
     files = sorted(path.glob("evaluation/*.json"), key=lambda f: (not f.stem.startswith("before"), f.stem))
-    evaluations = {f.stem: _json(f) for f in files}
+    evaluations = {f.stem: read_object(f) for f in files}
     for stem, evaluation in evaluations.items():
         if not {"results", "tasks"} <= evaluation.keys():
             raise ValueError(
                 f"{path / 'evaluation' / stem}.json: not written by `memopd evaluate -o`; move it elsewhere"
             )
-    return Run(path, name, _json(path / "config.json"), read_metrics(path), _checks(path), evaluations)
+    config = read_object(path / "config.json")
+    if not all(isinstance(section, dict) for section in config.values()):
+        raise ValueError(f"{path / 'config.json'}: not the configuration of a run; it consists of sections")
+    return Run(path, name, config, read_metrics(path), _checks(path), evaluations)
 
 
 def _checks(path: Path) -> dict[int, dict[str, Any]]:
     """The checks by step. If half precision could not decide, the later file `step-000000-float32` wins."""
     files = sorted(path.glob("equivalence/step-*.json"), key=lambda f: f.stem)
-    return {int(f.stem.split("-")[1]): _json(f) for f in files}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: must contain an object, but contains {type(found).__name__}")
-    return found
+    return {int(f.stem.split("-")[1]): read_object(f) for f in files}
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from memopd.config import RunConfig, from_tables
-from memopd.files import json_lines, remove_leftovers, sync, whole
+from memopd.files import json_lines, read_object, remove_leftovers, sync, whole
 from memopd.record import write_episodes
 from memopd.train import ranks, trackers
 from memopd.train.checkpoint import latest, read_state
@@ -100,7 +100,7 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
     if resume and "config.json" not in there and (there or not path.is_dir()):
         raise ValueError(f"{path}: there is no run to resume (no config.json)")
     if resume and there:
-        before = from_tables(json.loads((path / "config.json").read_text()), str(path / "config.json"))
+        before = from_tables(read_object(path / "config.json"), str(path / "config.json"))
         if before != config:
             raise ValueError(f"{path}: was started with other settings: {_difference(before, config)}")
     checkpoint = latest(path) if resume else None
@@ -127,7 +127,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     file = path / "metrics.jsonl"
     if not file.is_file():
         return []
-    return [line for _, line in json_lines(file, finished=True)]
+    found = []
+    for number, line in json_lines(file, finished=True):
+        if not isinstance(line.get("step"), int):
+            raise ValueError(f"{file}: line {number}: has no step; not written by memopd train or sft")
+        found.append(line)
+    return found
 
 
 def _cut_back(path: Path, first: int) -> None:
