@@ -88,14 +88,14 @@ def test_the_gateway_samples_with_the_adapter(call_main, adapter, tmp_path, monk
     """The real application and engine; only the socket is left out."""
     answers = []
 
-    def ask(app, **_):
-        with TestClient(app) as client:
+    def ask(server):
+        with TestClient(server.config.app, base_url="http://127.0.0.1") as client:
             answers.append(client.get("/episodes/e/v1/models").json()["data"][0]["id"])
             payload = {"model": answers[0], "prompt": "The town on the river", "max_tokens": 16}
             client.post("/episodes/e/v1/completions", json=payload).raise_for_status()
             client.post("/episodes/e/reward", json={"reward": 1.0}).raise_for_status()
 
-    monkeypatch.setattr("uvicorn.run", ask)
+    monkeypatch.setattr("uvicorn.Server.run", ask)
     store = ("--store", tmp_path / "store", "--max-length", 64)
     code, _, error = call_main("gateway", "--model", BASE, "--adapter", adapter, *store)
     assert code == 0, error

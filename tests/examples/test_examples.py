@@ -235,6 +235,7 @@ def test_an_agent_of_the_gateway_is_recorded(world, tmp_path, monkeypatch, capsy
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 SELF_CONTAINED = "import json\n\nfrom memopd.record import read_episodes"  # run below
+PEFT = "from peft import PeftModel"  # tests/models/test_adapters.py does the same
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -242,7 +243,7 @@ BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 def test_guides_quote_what_is_there(guide):
     examples = [p.read_text() for p in EXAMPLES.glob("*.py")]
     for block in BLOCK.findall(guide.read_text()):
-        if block.startswith((SELF_CONTAINED, "report =")):
+        if block.startswith((SELF_CONTAINED, "report =", PEFT)):
             continue
         lines = [line.split("  #")[0].strip() for line in block.splitlines()]
         assert any(all(line in text for line in lines if line != "...") for text in examples), block

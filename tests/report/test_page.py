@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from browser import Browser
 from pages import HOSTILE, run_of, run_with_notes, workshop
 
+from memopd.config import RunConfig
 from memopd.record import read_episodes
 from memopd.report import page as made
 from memopd.report import write_report
@@ -195,7 +197,8 @@ def test_evaluations_time_and_checks(browser):
     assert cells[-1].startswith("+")
     assert browser.texts("#equivalence .good") == ["✓ equal"]
     assert len(browser.texts("#time .part")) >= 4
-    assert "All 60 settings" in browser.texts("#configuration summary")[0]
+    settings = sum(len(section) for section in asdict(RunConfig()).values())
+    assert f"All {settings} settings" in browser.texts("#configuration summary")[0]
 
 
 def test_several_runs(browser):
