@@ -1,17 +1,28 @@
 """For all tests: no network, one thread, and the longest files first."""
 
+import atexit
 import os
 import sys
+from shutil import rmtree
+from tempfile import mkdtemp
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported: no test reaches for a network
 os.environ["OMP_NUM_THREADS"] = "1"  # for the commands that tests start: `make test` has a worker for every core
 
+if "MEMOPD_TESTS" not in os.environ:  # a folder for what all workers use; they inherit its name
+    os.environ["MEMOPD_TESTS"] = mkdtemp(prefix="memopd-")
+    atexit.register(rmtree, os.environ["MEMOPD_TESTS"], ignore_errors=True)
+
 import pytest
 import torch
+from hypothesis import settings
 
 from memopd import cli
 
 torch.set_num_threads(1)  # tiny models: a second thread costs two to five times the CPU and saves nothing
+
+settings.register_profile("same examples", derandomize=True)  # so that a commit passes or fails, and not by chance
+settings.load_profile("same examples")
 
 # Workers take whole files in this order. If a long one came last, the other workers would wait for it.
 LONGEST = ("train/test_invariants.py", "examples/test_examples.py", "world/", "train/", "examples/", "gateway/")

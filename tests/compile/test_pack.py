@@ -112,7 +112,7 @@ def call_lists(draw) -> list[Call]:
     return calls
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True, database=None)
+@settings(max_examples=800, deadline=None, derandomize=True, database=None)
 @given(st.data(), call_lists(), st.sampled_from([1, 2, 5, 64]))
 def test_any_calls_are_rebuilt_exactly(data, calls, head):
     trainable = [i for i, call in enumerate(calls) if call.trainable]

@@ -26,6 +26,7 @@ def moved(run: Path) -> dict[str, torch.Tensor]:
     return {name: last[name] - first[name] for name in last}
 
 
+@pytest.mark.slow
 def test_the_command_of_the_docstring_trains(tmp_path):
     own_parts.check_the_command_of_the_docstring(tmp_path, SETTING, OWN)
 

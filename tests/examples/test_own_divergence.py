@@ -34,6 +34,7 @@ def test_the_example_worked_out_by_hand():
     assert skewed(student, student).tolist() == pytest.approx([0.0])
 
 
+@pytest.mark.slow
 def test_the_command_of_the_docstring_trains(tmp_path):
     own_parts.check_the_command_of_the_docstring(tmp_path, SETTING, OWN)
 

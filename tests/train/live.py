@@ -1,11 +1,12 @@
 """A small world, and a policy that has learnt the protocol's tags in it: enough for live training of several calls."""
 
-import atexit
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 
 from command import memopd
 
@@ -93,22 +94,34 @@ def brevity(task, responses) -> float:
     return 1.0 / (1 + sum(map(len, responses)) / 100)
 
 
+@contextmanager
+def alone(name: str) -> Iterator[Path]:
+    """A folder for all workers of the test run. One worker at a time is inside the block."""
+    folder = Path(os.environ["MEMOPD_TESTS"], "live")
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
 @cache
 def world() -> Path:
-    """world/, shape.json, sft.toml and train.toml; sft/ appears with `policy`."""
-    folder = Path(mkdtemp(prefix="memopd-"))
-    atexit.register(rmtree, folder, ignore_errors=True)
-    write_world(folder / "world", 200, 0, Difficulty(), 40, lambda _, items: items)
-    (folder / "shape.json").write_text(json.dumps(SHAPE))
-    (folder / "sft.toml").write_text(SFT.format(folder=folder))
-    (folder / "train.toml").write_text(TRAIN.format(folder=folder))
+    """world/, shape.json, sft.toml and train.toml, made by the first worker; sft/ appears with `policy`."""
+    with alone("world") as folder:
+        if not (folder / "train.toml").is_file():
+            write_world(folder / "world", 200, 0, Difficulty(), 40, lambda _, items: items)
+            (folder / "shape.json").write_text(json.dumps(SHAPE))
+            (folder / "sft.toml").write_text(SFT.format(folder=folder))
+            (folder / "train.toml").write_text(TRAIN.format(folder=folder))
     return folder
 
 
 @cache
 def policy() -> Path:
-    """The run of `memopd sft` that made the policy."""
+    """The run of `memopd sft` that made the policy, in the first worker that needs it."""
     output = world() / "sft"
-    ended = memopd("sft", world() / "sft.toml", "--output", output)
-    assert ended.code == 0, ended.err
+    with alone("policy"):
+        if not (output / "model").is_dir():
+            ended = memopd("sft", world() / "sft.toml", "--output", output)
+            assert ended.code == 0, ended.err
     return output
