@@ -62,7 +62,7 @@ CLASSES = [
 ]
 LORA_CLASSES = [(f"lora, {a}", f"lora, {b}") for a, b in CLASSES if a in LORA_ARMS]
 CLASSES += LORA_CLASSES
-# What differs for another loss is its sum over packs. tests/train/test_algorithms.py has that in small.
+# What differs for another loss is its sum over packs. tests/train/test_update.py has that in small.
 CLASSES += [pytest.param((f"gspo, {a}", f"gspo, {b}"), marks=pytest.mark.slow) for a, b in CLASSES[:4]]
 KERNELS = ["dense", pytest.param("cascade", marks=pytest.mark.slow)]
 
