@@ -19,9 +19,9 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	@sh examples/quickstart.sh
 
-# Two workers more than there are cores, at most four, because tests wait for servers and commands; each takes whole files.
+# A worker more than there are cores, at most four, because tests wait for servers and commands; each takes whole files.
 # Then, one by one, the tests that need the whole GPU (skipped without one).
-WORKERS = $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 2))")
+WORKERS = $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/gpu
 	$(BIN)/python -m pytest tests/gpu

@@ -128,6 +128,7 @@ def test_own_memory_samples(world, tmp_path):
     assert read[start : start + len(said)] == said
 
 
+@pytest.mark.slow  # the next test trains another memory of the same file
 def test_own_memory_is_trained(train):
     episodes = train("--tasks.memory", "own_memory:LastTwo")
     later = [(t, call) for e in episodes for t, call in enumerate(e.calls) if t >= 2]

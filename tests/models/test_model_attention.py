@@ -267,7 +267,7 @@ def test_modules_go_back_to_the_mode_that_each_had():
     assert [m.training for m in model.modules()] == modes
 
 
-@pytest.mark.parametrize("kernel", ["dense", "cascade"])
+@pytest.mark.parametrize("kernel", ["cascade", pytest.param("dense", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_one_graph_for_every_layer_and_pack(kernel):
     torch._dynamo.reset()
     model = tiny_model("qwen2")

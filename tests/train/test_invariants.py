@@ -58,12 +58,11 @@ CLASSES = [
     ("accumulated 1 x 8", "packed"),
     ("two ranks", "packed"),
     ("checkpointing", "packed"),
-    ("persistent, two ranks", "persistent"),
 ]
-LORA_CLASSES = [(f"lora, {a}", f"lora, {b}") for a, b in CLASSES if a in LORA_ARMS]
-CLASSES += LORA_CLASSES
 # What differs for another loss is its sum over packs. tests/train/test_update.py has that in small.
-CLASSES += [pytest.param((f"gspo, {a}", f"gspo, {b}"), marks=pytest.mark.slow) for a, b in CLASSES[:4]]
+SLOW = [("persistent, two ranks", "persistent"), *((f"gspo, {a}", f"gspo, {b}") for a, b in CLASSES[:4])]
+CLASSES += [(f"lora, {a}", f"lora, {b}") for a, b in CLASSES if a in LORA_ARMS]
+CLASSES += [pytest.param(pair, marks=pytest.mark.slow) for pair in SLOW]
 KERNELS = ["dense", pytest.param("cascade", marks=pytest.mark.slow)]
 
 
@@ -170,8 +169,8 @@ def test_checkpointing_computes_the_very_same(kind, kernel):
         pytest.param(("gspo, budget 16k", "gspo, packed"), "a_ratio_of_each_pack", marks=pytest.mark.slow),
         (("two ranks", "packed"), "ranks_are_averaged"),
         (("checkpointing", "packed"), "recomputed_otherwise"),
-        (("lora, packed", "lora, independent"), "a_row_sees_one_too_many"),
         (("lora, checkpointing", "lora, packed"), "recomputed_otherwise"),
+        pytest.param(("lora, packed", "lora, independent"), "a_row_sees_one_too_many", marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else " = ".join(x),
 )

@@ -75,6 +75,7 @@ def test_killed_and_resumed(life, tmp_path):
 LORA = ("--lora.rank", "4", "--optimise.steps", "3", "--run.save_every", "1")
 
 
+@pytest.mark.slow  # tests/train/test_lora.py has it in small
 def test_with_adapters(tmp_path):
     """Live, with the adapter in the engine: killed and resumed; and on two ranks, whose engines have whole copies."""
     runs = {name: tmp_path / name for name in ("whole", "killed", "ranks")}
