@@ -59,7 +59,9 @@ def test_it_is_this_divergence_that_was_trained(state):
     assert any(not torch.equal(last[n], other[n]) for n in last)
 
 
-@pytest.mark.parametrize("name", ["top_k:8", *(pytest.param(n, marks=pytest.mark.slow) for n in ("forward_kl", "jsd:0.5"))])
+@pytest.mark.parametrize(
+    "name", ["top_k:8", *(pytest.param(n, marks=pytest.mark.slow) for n in ("forward_kl", "jsd:0.5"))]
+)
 def test_the_other_built_in_ones_are_trained_by_their_names(name):
     metrics, kl = read_metrics(trained(name)), read_metrics(trained("reverse_kl"))
     assert abs(metrics[0]["loss_opd"] - kl[0]["loss_opd"]) > 1e-3
