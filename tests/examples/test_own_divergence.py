@@ -69,6 +69,7 @@ def test_the_other_built_in_ones_are_trained_by_their_names(name):
     assert metrics[0]["first_ratio_error"] == 0.0
 
 
+@pytest.mark.slow  # tests/score/test_divergences.py has it in numbers
 def test_jsd_at_one_and_a_top_k_of_everything_are_the_reverse_kl():
     """To the bit: the whole path is the same but for the name."""
     wanted = weights(trained("reverse_kl"), 2)

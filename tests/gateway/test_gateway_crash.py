@@ -83,7 +83,7 @@ class Session(threading.Thread):
             pass  # the server is gone; a stream without its last chunk was not answered
 
 
-@pytest.mark.parametrize("answers", [100, 500])
+@pytest.mark.parametrize("answers", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_kill_9_with_64_sessions(tmp_path, answers):
     with process(tmp_path, free_port()) as (url, server):
         agent, http = client(url, "none"), httpx.Client(timeout=30)

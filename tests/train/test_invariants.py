@@ -169,7 +169,7 @@ def test_checkpointing_computes_the_very_same(kind, kernel):
         pytest.param(("gspo, budget 16k", "gspo, packed"), "a_ratio_of_each_pack", marks=pytest.mark.slow),
         (("two ranks", "packed"), "ranks_are_averaged"),
         (("checkpointing", "packed"), "recomputed_otherwise"),
-        (("lora, checkpointing", "lora, packed"), "recomputed_otherwise"),
+        pytest.param(("lora, checkpointing", "lora, packed"), "recomputed_otherwise", marks=pytest.mark.slow),
         pytest.param(("lora, packed", "lora, independent"), "a_row_sees_one_too_many", marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else " = ".join(x),
