@@ -78,7 +78,8 @@ def test_the_test_itself():
     assert 0 < np.mean([d > 3 * e for d, e in noise]) < 0.005
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_ppo_alone_learns_what_is_rewarded(algorithm, tmp_path):
     """Fewer and shorter responses, in ten updates."""
     policy()
