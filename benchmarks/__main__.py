@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+STEP_ARMS = ("packed-full", "unshared-full", "packed-lora", "unshared-lora")
 ATTENTIONS = ("auto", "dense", "flex", "cascade")
 Plot = Annotated[Path | None, typer.Option(help="An image file to draw the results to.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions, of which the median is reported.")]
@@ -139,6 +141,48 @@ def bench_actor(
     runs = (run_actor(policy, e, name, batch, peak, repeats, compiled) for name, batch, e in track("actor", work))
     tflops = round(peak / 1e12, 1)
     report(runs, as_json, plot, model=model, dtype=dtype, compiled=compiled, matmul_tflops=tflops)
+
+
+@app.command("peers")
+def bench_peers(
+    model: Annotated[str, typer.Option(help="A model shape, with random weights, or a model folder.")] = "qwen2.5-3b",
+    shapes: Annotated[
+        str, typer.Option(help="Shapes of calls, comma-separated: q2, q8, q16, samples, tree, audit, append.")
+    ] = "q2,q8,q16,samples,tree,audit",
+    batch: Annotated[int, typer.Option(help="A multiple of the trajectories of a shape.")] = 1,
+    episodes: Annotated[Path | None, typer.Option(help="An episode store to use instead of shapes.")] = None,
+    first: Annotated[int, typer.Option(help="The number of episodes of the store.")] = 64,
+    dtype: Annotated[Precision, typer.Option(help="The precision of the model.")] = Precision.bfloat16,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the layers with torch.compile in all arms.")
+    ] = True,
+    repeats: Repeats = 5,
+    as_json: Json = False,
+) -> None:
+    """Compare MemOPD with TRL's trie, PrefixGrouper, split and merged rows on the same calls: time, memory, error."""
+    from benchmarks.shapes import MODELS, NAMES, episodes_of, random_model
+    from memopd.record import read_episodes
+
+    if episodes is not None:
+        work = [(episodes.name, list(islice(read_episodes(episodes), first)))]
+    else:
+        work = [(name, episodes_of(name, batch)) for name in chosen(shapes, "shape", NAMES)]
+
+    import torch
+
+    from benchmarks.actor import compile_layers
+    from benchmarks.peers import CHECKED_LAYERS, run_peers
+
+    if model in MODELS:
+        policy = random_model(model, getattr(torch, dtype), device())
+        check, checked = random_model(model, torch.float32, device(), CHECKED_LAYERS), f"{CHECKED_LAYERS} layers of it"
+    else:
+        policy, check, checked = load_model(model, dtype), load_model(model, Precision.float32), "the same model"
+    compiled = compiled and device() == "cuda"
+    if compiled:
+        compile_layers(policy)
+    runs = (run_peers(policy, check, checked, e, name, batch, repeats, compiled) for name, e in track("peers", work))
+    report(runs, as_json, model=Path(model).name, dtype=dtype, compiled=compiled)
 
 
 @app.command("head")
@@ -330,40 +374,53 @@ def bench_update(
     report(run_update(student, teacher, device(), batch, dtype), as_json, dtype=dtype)
 
 
-@app.command("lora")
-def bench_lora(
-    student: Annotated[str, typer.Option(help="The student's folder or hub name.")],
-    teacher: Annotated[str, typer.Option(help="The teacher's folder or hub name.")],
-    tasks: Annotated[Path, typer.Option(help="A Parquet file of tasks.")],
-    index: Annotated[str, typer.Option(help="An index folder, or the URL of a retrieval service.")],
+@app.command("step")
+def bench_step(
+    config: Annotated[Path, typer.Argument(help="A configuration of memopd train.")],
+    student: Annotated[str | None, typer.Option(help="Another student than the configuration's.")] = None,
+    teacher: Annotated[str | None, typer.Option(help="Another teacher.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Another Parquet file of tasks.")] = None,
+    index: Annotated[str | None, typer.Option(help="Another index.")] = None,
+    arms: Annotated[str, typer.Option(help="Arms, comma-separated.")] = ",".join(STEP_ARMS),
+    updates: Annotated[int, typer.Option(help="Updates per arm, of which the first is not counted.", min=2)] = 4,
     rank: Annotated[int, typer.Option(help="The rank of the adapters.", min=1)] = 16,
-    per_step: Annotated[int, typer.Option(help="Tasks per step.")] = 32,
-    samples: Annotated[int, typer.Option(help="Episodes per task.")] = 4,
-    budget: Annotated[int, typer.Option(help="Rows per pack.")] = 16384,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens per response.")] = 256,
-    max_context: Annotated[int, typer.Option(help="The most tokens per prompt.")] = 2048,
-    dtype: Annotated[Precision, typer.Option(help="The precision of the passes.")] = Precision.bfloat16,
+    critic: Annotated[bool, typer.Option("--critic/--no-critic", help="Train a critic (PPO); else GRPO.")] = False,
+    against: Annotated[str | None, typer.Option(help="A commit, or another source tree: its arms take turns.")] = None,
+    rounds: Annotated[int, typer.Option(help="Processes per arm and tree.", min=1)] = 1,
+    profile: Annotated[bool, typer.Option("--profile", help="Also profile one more update of every arm.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure a training step with a critic and a teacher, with LoRA and of all weights: memory and seconds."""
-    from memopd.config import from_tables
+    """Measure updates by stage, and memory by part: packed and unshared, all weights and LoRA, against another tree.
 
-    episodes = per_step * samples
-    config = from_tables(
-        {
-            "model": {"student": student, "teacher": teacher, "dtype": str(dtype), "checkpointing": True},
-            "tasks": {"train": str(tasks), "index": index, "max_context": max_context, "reward": "f1"},
-            "sampling": {"max_tokens": max_tokens, "batch": episodes},
-            "optimise": {"tasks": per_step, "samples": samples, "mini_batch": episodes, "budget": budget},
-            "lora": {"rank": rank},
-        },
-        "benchmarks lora",
-    )
-    import torch
+    All arms start from model.student; merge an adapter into it first (memopd merge)."""
+    from benchmarks.step import run_step
+    from memopd.config import load_config
 
-    from benchmarks.lora import run_lora
+    named = {"model.student": student, "model.teacher": teacher, "tasks.train": tasks, "tasks.index": index}
+    settings = load_config(config, {name: value for name, value in named.items() if value is not None})
+    chosen_arms = chosen(arms, "arm", STEP_ARMS)
+    results = run_step(settings, chosen_arms, updates, rank, critic, against, rounds, profile)
+    report(results, as_json, dtype=settings.model.dtype, budget=settings.optimise.budget)
 
-    report(run_lora(config, torch.device(device())), as_json, dtype=dtype, budget=budget)
+
+@app.command("drift")
+def bench_drift(
+    output: Annotated[Path, typer.Argument(help="A folder for the runs; runs that are there are continued.")],
+    config: Annotated[Path, typer.Option(help="A configuration of memopd train.")] = Path("configs/quickstart.toml"),
+    steps: Annotated[int, typer.Option(help="Updates per run.", min=2)] = 200,
+    seed: Annotated[int, typer.Option(help="The seed of all runs.")] = 0,
+    tasks: Annotated[str | None, typer.Option(help="Another Parquet file of tasks than the configuration's.")] = None,
+    index: Annotated[str | None, typer.Option(help="Another index.")] = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Compare training packed and unshared, update by update, on the same episodes and each on its own."""
+    from benchmarks.drift import run_drift
+    from memopd.config import load_config
+
+    named = {"tasks.train": tasks, "tasks.index": index}
+    settings = load_config(config, {name: value for name, value in named.items() if value is not None})
+    report(run_drift(settings, output, steps, seed), as_json, plot, dtype=settings.model.dtype)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.shapes import independent, merged_rows
 from benchmarks.timing import Measured, measure
 from memopd.attention import make_plan
 from memopd.compile import Packed, compile_calls
-from memopd.models.attention import NAME
+from memopd.models.attention import planned_attention
 from memopd.models.load import backbone
 from memopd.score import head_of, vocabulary_scores
 from memopd.types import Episode
@@ -83,7 +83,7 @@ def run_actor(
         "packed": compile_calls(calls),
     }
     device = next(model.parameters()).device
-    checkpointing = _needs_checkpointing(model, len(layouts["independent"]), compiled)
+    checkpointing = needs_checkpointing(model, len(layouts["independent"]), compiled)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.train()  # transformers checkpoints only while training; there is no dropout to switch on
@@ -144,12 +144,11 @@ def _arm(model: Any, packed: Packed, kernel: str, device: torch.device) -> tuple
         ids, positions = (torch.as_tensor(x, device=device).long()[None] for x in (packed.tokens, packed.positions))
         row, token = (torch.as_tensor(x, device=device).long() for x in (packed.decisions.row, packed.decisions.token))
 
-        model.set_attn_implementation(NAME)
-
         def step() -> None:
-            states = backbone(model)(
-                input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_scheme=plan
-            ).last_hidden_state[0]
+            with planned_attention(model):
+                states = backbone(model)(
+                    input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_scheme=plan
+                ).last_hidden_state[0]
             _backward(model, states[row], token)
 
         return step
@@ -185,7 +184,7 @@ def _backward(model: Any, states: torch.Tensor, token: torch.Tensor) -> None:
     (-vocabulary_scores(head_of(model, check=False), states, token).logprob.mean()).backward()
 
 
-def _needs_checkpointing(model: Any, rows: int, compiled: bool) -> bool:
+def needs_checkpointing(model: Any, rows: int, compiled: bool) -> bool:
     """Whether the arm without sharing would not fit in memory otherwise. Then every arm uses checkpointing.
 
     In half precision, a row of Qwen2.5-3B's shape was measured to keep 125 kB per layer, or 87 kB when compiled.

@@ -30,7 +30,7 @@ SHAPES = {
     "q8": Shape(calls=8, trajectories=2, q=500, x=300, a=120),
     "q16": Shape(calls=16, trajectories=1, q=700, x=350, a=150),
 }
-NAMES = (*SHAPES, "audit", "append")
+NAMES = (*SHAPES, "audit", "append", "samples", "tree")
 
 
 def episodes_of(name: str, batch: int = 1, seed: int = 0) -> list[Episode]:
@@ -40,6 +40,10 @@ def episodes_of(name: str, batch: int = 1, seed: int = 0) -> list[Episode]:
         return _audit(rng, batch)
     if name == "append":
         return [_append_only(rng, f"e{i}", calls=16, q=700, o=350, a=150) for i in range(batch)]
+    if name == "samples":
+        return [e for i in range(batch) for e in _samples(rng, f"t{i}", samples=8, q=1500, a=500)]
+    if name == "tree":
+        return [_forking(rng, f"e{i}", turns=4, q=700, o=350, a=150) for i in range(batch)]
     if name not in SHAPES:
         raise ValueError(f"unknown shape {name!r}: choose from {', '.join(NAMES)}")
     shape = SHAPES[name]
@@ -85,6 +89,27 @@ def _append_only(rng: np.random.Generator, id: str, calls: int, q: int, o: int, 
     return Episode(id, id, tuple(made))
 
 
+def _samples(rng: np.random.Generator, task: str, samples: int, q: int, a: int) -> list[Episode]:
+    """Samples of one prompt, each of one call: what most trainers call a group."""
+    prompt = _ids(rng, _about(rng, q))
+    return [Episode(f"{task}-{i}", task, (Call(prompt, _ids(rng, _about(rng, a))),)) for i in range(samples)]
+
+
+def _forking(rng: np.random.Generator, id: str, turns: int, q: int, o: int, a: int) -> Episode:
+    """An append-only history that forks in two, twice: every branch has `turns` calls of its own; depth first."""
+    calls: list[Call] = []
+
+    def grow(prompt: np.ndarray[Any, Any], forks: int) -> None:
+        for _ in range(turns):
+            calls.append(Call(prompt, _ids(rng, _about(rng, a))))
+            prompt = np.concatenate([prompt, calls[-1].completion, _ids(rng, _about(rng, o))])
+        for _ in range(2 if forks else 0):
+            grow(np.concatenate([prompt, _ids(rng, 20)]), forks - 1)  # each branch begins with its own words
+
+    grow(_ids(rng, q), 2)
+    return Episode(id, id, tuple(calls))
+
+
 def _about(rng: np.random.Generator, length: int) -> int:
     return round(length * rng.uniform(0.7, 1.3))
 
@@ -112,15 +137,16 @@ def independent(episodes: Sequence[Episode]) -> Packed:
 
 
 def merged_rows(episodes: Sequence[Episode]) -> Packed:
-    """The best that other trainers do: a call that extends the call before it is merged into the same sequence."""
+    """What trainers without a trie do at best: a call joins the row of its episode whose last call it extends."""
     packs, members, at = [], [], 0
     for episode in episodes:
         rows: list[list[int]] = []
         for t, call in enumerate(episode.calls):
-            if t and _extends(call, episode.calls[t - 1]):
-                rows[-1].append(t)
-            else:
+            row = next((row for row in rows if _extends(call, episode.calls[row[-1]])), None)
+            if row is None:
                 rows.append([t])
+            else:
+                row.append(t)
         packs += [compile_calls([episode.calls[t] for t in row]) for row in rows]
         members += [[at + t for t in row] for row in rows]
         at += len(episode.calls)
@@ -150,8 +176,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_model(name: str, dtype: Any, device: str) -> Any:
-    """A Qwen2 of the named shape with random weights."""
+def random_model(name: str, dtype: Any, device: str, layers: int | None = None) -> Any:
+    """A Qwen2 of the named shape with random weights, perhaps with fewer layers."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -160,5 +186,6 @@ def random_model(name: str, dtype: Any, device: str) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
-        config = Qwen2Config(**MODELS[name], max_position_embeddings=32_768, rope_parameters=rope)
+        sizes = MODELS[name] if layers is None else MODELS[name] | {"num_hidden_layers": layers}
+        config = Qwen2Config(**sizes, max_position_embeddings=32_768, rope_parameters=rope)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -12,14 +12,16 @@ from rich.table import Table
 from benchmarks.actor import ActorResult, Arm
 from benchmarks.attention import AttentionResult
 from benchmarks.audit import AuditResult, AuditStage
+from benchmarks.drift import DriftStep
 from benchmarks.engine import EngineArm, EngineResult
 from benchmarks.growth import GrowthResult
 from benchmarks.head import HeadArm, HeadResult
-from benchmarks.lora import LoraResult
 from benchmarks.output import cell, pyplot, save, table
+from benchmarks.peers import PeerArm, PeersResult
 from benchmarks.rce import RceResult
 from benchmarks.recall import RecallResult
 from benchmarks.retrieval import RetrievalResult
+from benchmarks.step import StepResult, StepStage
 from benchmarks.update import Stage, UpdateResult
 from memopd.files import json_lines
 from memopd.verify import EquivalenceReport, GradientReport
@@ -48,8 +50,10 @@ def _result(values: dict[str, Any]) -> Any:
         return _as(RecallResult, values)
     if "build_memory" in values:
         return _as(GrowthResult, values)
-    if "lora_rank" in values:
-        return _as(LoraResult, {**values, "stages": tuple(_as(Stage, s) for s in values["stages"])})
+    if "drift_step" in values:
+        return _as(DriftStep, values)
+    if "step_arm" in values:
+        return _as(StepResult, {**values, "stages": tuple(_as(StepStage, s) for s in values["stages"])})
     if "audit_stages" in values:
         stages = tuple(_as(AuditStage, s) for s in values["audit_stages"])
         ways = {way: _as(AuditStage, values[way]) for way in ("one_pass", "pair_by_pair")}
@@ -61,6 +65,7 @@ def _result(values: dict[str, Any]) -> Any:
 
 
 _ARMS: dict[str, tuple[Any, Any]] = {  # by a field that only this kind has
+    "peers_shape": (PeersResult, PeerArm),
     "shape": (ActorResult, Arm),
     "vocabulary": (HeadResult, HeadArm),
     "engine_model": (EngineResult, EngineArm),
@@ -75,9 +80,12 @@ def _as(kind: Any, values: dict[str, Any]) -> Any:
 
 def tables_of(results: Sequence[Any]) -> list[Table]:
     made: list[Table] = [actor_table(r) for r in results if isinstance(r, ActorResult)]
+    made += [peers_table(r) for r in results if isinstance(r, PeersResult)]
     made += [head_table(r) for r in results if isinstance(r, HeadResult)]
     made += [engine_table(r) for r in results if isinstance(r, EngineResult)]
     made += [audit_table(r) for r in results if isinstance(r, AuditResult)]
+    if steps := [r for r in results if isinstance(r, StepResult)]:
+        made += step_tables(steps)
     for kind, table_of in _TOGETHER.items():
         if some := [r for r in results if isinstance(r, kind)]:
             made.append(table_of(some))
@@ -106,6 +114,25 @@ def actor_table(r: ActorResult) -> Table:
     extra = ", gradient checkpointing" if r.checkpointing else ""
     title = f"{r.shape} × {r.batch}: {r.calls} calls, {r.decisions:,} sampled tokens{extra}"
     columns = ["arm", "rows", "ms", "spread", "speed", "limit", "reached", "GiB (of baseline)", "utilisation"]
+    return table(title, columns, rows)
+
+
+def peers_table(r: PeersResult) -> Table:
+    """Speed and memory are relative to the fastest arm that is not ours."""
+    base = next(a for a in r.arms if a.name == r.baseline)
+    rows = []
+    for a in r.arms:
+        if a.seconds != a.seconds:
+            rows.append([a.name, a.note, *[""] * 6])
+            continue
+        memory = f"{a.peak_bytes / 2**30:.1f} ({a.peak_bytes / base.peak_bytes:.2f})" if base.peak_bytes else "–"
+        rows.append(
+            [a.name, f"{a.rows:,}", f"{1e3 * a.build_seconds:.1f}", f"{1e3 * a.seconds:.1f}", f"±{50 * a.spread:.1f} %",
+             f"{base.seconds / a.seconds:.2f}×", memory, f"{a.error:.1e}"]
+        )  # fmt: skip
+    extra = ", gradient checkpointing" if r.checkpointing else ""
+    title = f"{r.peers_shape} × {r.batch}: {r.calls} calls, {r.tokens:,} tokens, {r.decisions:,} sampled{extra}"
+    columns = ["arm", "rows", "build ms", "step ms", "spread", "speed", "GiB (of baseline)", "largest |Δlog p|"]
     return table(title, columns, rows)
 
 
@@ -233,8 +260,25 @@ def update_table(results: Sequence[UpdateResult]) -> Table:
     return table(title, ["stage", *(f"{r.layout}, {r.rows:,} rows" for r in results)], rows)
 
 
-def lora_table(results: Sequence[LoraResult]) -> Table:
-    """Memory by part, then seconds (and the peak of the device's memory) by stage."""
+def step_tables(results: Sequence[StepResult]) -> list[Table]:
+    """Seconds by stage and updates per hour, memory by part, and what a profile found."""
+    names = [f"{r.step_arm}, {r.tree}" if r.tree != "here" else r.step_arm for r in results]
+    stages = dict.fromkeys(s.name for r in results for s in r.stages)
+    rows = []
+    for name in stages:
+        found = [next((s for s in r.stages if s.name == name), None) for r in results]
+        cells = ["–" if s is None else f"{s.seconds:.2f}" for s in found]
+        peaks = ["" if s is None or not s.peak_bytes else f" ({s.peak_bytes / 2**30:.1f} GiB)" for s in found]
+        rows.append([f"{name}, s", *map("".join, zip(cells, peaks, strict=True))])
+    rows.append(["whole update, s", *(f"{r.seconds:.2f}" for r in results)])
+    rows.append(["updates per hour", *(f"{r.per_hour:,.0f}" for r in results)])
+    rows.append(["rows saved", *(f"{100 * r.rows_saved:.0f} %" for r in results)])
+    r = results[0]
+    critic = "with a critic" if r.critic else "no critic"
+    title = (
+        f"{r.student} student, {r.teacher} teacher, {critic}: {r.episodes} episodes per update; seconds (peak memory)"
+    )
+    made = [table(title, ["", *names], rows)]
     parts = {
         "weights on the device": "weights_bytes",
         "copy that the engine samples from": "copy_bytes",
@@ -243,15 +287,47 @@ def lora_table(results: Sequence[LoraResult]) -> Table:
         "activations and gradients of the update": "activation_bytes",
         "frozen weights in host memory": "host_bytes",
     }
-    rows: list[list[str]] = [["trained weights", *(f"{r.trained / 1e6:.1f} M" for r in results)]]
-    rows += [[f"{name}, GiB", *(f"{getattr(r, field) / 2**30:.2f}" for r in results)] for name, field in parts.items()]
-    for stages in zip(*(r.stages for r in results), strict=True):
-        cells = [f"{s.seconds:.2f} ({s.peak_bytes / 2**30:.1f} GiB)" for s in stages]
-        rows.append([f"{stages[0].name}, s (peak)", *cells])
-    r = results[0]
-    title = f"{r.student} student and critic, {r.teacher} teacher: {r.episodes} episodes, {r.calls} calls per step"
-    names = [f"LoRA, rank {r.lora_rank}" if r.lora_rank else "all weights" for r in results]
-    return table(title, ["", *names], rows)
+    rows = [["trained weights", *(f"{r.memory['trained'] / 1e6:.1f} M" for r in results)]]
+    for name, key in parts.items():
+        rows.append([f"{name}, GiB", *(f"{r.memory.get(key, 0) / 2**30:.2f}" for r in results)])
+    made.append(table("memory by part", ["", *names], rows))
+    for name, result in zip(names, results, strict=True):
+        made += profile_tables(name, result)
+    return made
+
+
+def profile_tables(name: str, r: StepResult) -> list[Table]:
+    """Seconds by class of kernel in every stage, and the sampler beside what reading its bytes once takes."""
+    made = []
+    if r.kernels:
+        stages = [s for s in r.kernels if s != "check"]
+        classes = dict.fromkeys(c for s in stages for c in r.kernels[s]["classes"])
+        rows = [[c, *(f"{r.kernels[s]['classes'].get(c, 0.0):.2f}" for s in stages)] for c in classes]
+        rows.append(["stage, profiled", *(f"{r.kernels[s]['wall']:.2f}" for s in stages)])
+        made.append(table(f"{name}: seconds of kernels by class", ["class", *stages], rows))
+    if r.sampler:
+        rows = [
+            [f"{b['sequences']:.0f}", f"{b['mean_live']:.1f}", f"{b['steps']:.0f}", f"{b['step_ms']:.2f}",
+             f"{b['bound_ms']:.2f}", f"{b['of_bound']:.2f}×"]
+            for b in r.sampler
+        ]  # fmt: skip
+        title = f"{name}: decoding, against weights and caches read once at {r.sampler[0]['bandwidth'] / 1e12:.2f} TB/s"
+        made.append(table(title, ["sequences up to", "running", "steps", "ms per step", "bound ms", "of bound"], rows))
+    return made
+
+
+def drift_table(results: Sequence[DriftStep]) -> Table:
+    """Ten updates spread over the run; the last one is always there."""
+    shown = sorted({*range(0, len(results), max(1, len(results) // 10)), len(results) - 1})
+    rows = [
+        [str(r.drift_step + 1), f"{r.sampled:,}", f"{r.largest:.1e}", f"{r.p99:.1e}", f"{r.mean:.1e}",
+         f"{cell(r.packed_kl, '{:.4f}')} / {cell(r.unshared_kl, '{:.4f}')}",
+         f"{cell(r.packed_reward, '{:.2f}')} / {cell(r.alone_reward, '{:.2f}')}"]
+        for r in (results[i] for i in shown)
+    ]  # fmt: skip
+    columns = ["update", "tokens", "largest |Δlog p|", "p99", "mean", "teacher KL: packed / unshared",
+               "reward: packed / unshared, own samples"]  # fmt: skip
+    return table(f"{len(results)} updates, packed and unshared", columns, rows)
 
 
 _TOGETHER: dict[type, Any] = {  # kinds whose results share one table
@@ -261,7 +337,7 @@ _TOGETHER: dict[type, Any] = {  # kinds whose results share one table
     RecallResult: recall_table,
     GrowthResult: growth_table,
     UpdateResult: update_table,
-    LoraResult: lora_table,
+    DriftStep: drift_table,
 }
 
 
@@ -316,4 +392,33 @@ def plot_head(results: Sequence[HeadResult], output: Path) -> None:
     save(figure, output)
 
 
-_PLOTS: dict[type, Any] = {ActorResult: plot_actor, HeadResult: plot_head, AttentionResult: plot_attention}
+def plot_drift(results: Sequence[DriftStep], output: Path) -> None:
+    """The curves of both runs over each other, and how far their log-probabilities are apart."""
+    plt = pyplot()
+    figure, (kl, reward, off) = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    steps = [r.drift_step + 1 for r in results]
+    kl.plot(steps, [r.packed_kl for r in results], label="packed")
+    kl.plot(steps, [r.unshared_kl for r in results], "--", label="unshared, same episodes")
+    kl.set(xlabel="update", ylabel="divergence from the teacher")
+    window = max(1, len(results) // 20)
+    for values, label in (
+        ([r.packed_reward for r in results], "packed"),
+        ([r.alone_reward for r in results], "unshared, own samples"),
+    ):
+        means = [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
+        reward.plot(steps, means, label=label)
+    reward.set(xlabel="update", ylabel=f"reward, mean of {window} updates")
+    for name in ("largest", "p99", "mean"):
+        off.semilogy(steps, [getattr(r, name) for r in results], label=name)
+    off.set(xlabel="update", ylabel="|Δlog p|, same calls")
+    for axes in (kl, reward, off):
+        axes.legend(fontsize=7)
+    save(figure, output)
+
+
+_PLOTS: dict[type, Any] = {
+    ActorResult: plot_actor,
+    HeadResult: plot_head,
+    AttentionResult: plot_attention,
+    DriftStep: plot_drift,
+}

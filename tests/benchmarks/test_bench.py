@@ -21,8 +21,6 @@ from memopd.compile import compile_calls
 from memopd.record import write_episodes
 from memopd.types import Call, Episode
 from memopd.verify import structural_problems
-from memopd.world.demonstrations import write_world
-from memopd.world.encyclopedia import Difficulty
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +54,7 @@ def test_the_compilers_benchmark():
     assert "160 calls" in bench_here(*sizes)
 
 
-@pytest.mark.parametrize("shape", ["q2", "q8", "q16", "append"])
+@pytest.mark.parametrize("shape", ["q2", "q8", "q16", "append", "samples", "tree"])
 def test_every_layout_holds_the_same_calls(shape):
     episodes = episodes_of(shape)
     calls = [c for e in episodes for c in e.calls]
@@ -77,6 +75,16 @@ def test_the_audit_shape_is_the_papers():
 def test_append_only_calls_merge_and_others_do_not():
     assert len(merged_rows(episodes_of("append"))) == len(compile_calls(episodes_of("append")[0].calls))
     assert len(merged_rows(episodes_of("q2"))) == len(independent(episodes_of("q2")))
+
+
+def test_merged_rows_of_a_fork_repeat_what_the_branches_share():
+    [tree] = episodes_of("tree")
+    ends = [c for c in tree.calls if not any(len(d.prompt) > len(c.path) and d.prompt[0] == c.prompt[0]
+            and np.array_equal(d.prompt[: len(c.prompt) + len(c.completion)], [*c.prompt, *c.completion])
+            for d in tree.calls)]  # fmt: skip
+    assert len(ends) == 4  # two forks in two
+    assert len(merged_rows([tree])) == sum(len(c.path) for c in ends)  # every leaf carries its whole history
+    assert len(compile_calls(tree.calls)) < len(merged_rows([tree])) < len(independent([tree]))
 
 
 def test_tries_have_the_depth_and_leaves_asked_for():
@@ -142,33 +150,14 @@ def test_a_whole_update_in_small(small):
     assert [s["name"] for s in packed["stages"]][-2:] == ["update actor", "update critic"]
 
 
-def test_lora_beside_all_weights_in_small(tmp_path):
-    write_world(tmp_path, 200, 0, Difficulty(), 0, lambda _, items: items)
-    model, sizes = str(ROOT / "models" / "student"), ("--per-step", "1", "--samples", "2", "--rank", "4")
-    what = ("--student", model, "--teacher", model, "--tasks", str(tmp_path / "tasks" / "train-q1.parquet"))
-    limits = ("--max-tokens", "8", "--max-context", "900", "--budget", "2048", "--dtype", "bfloat16")
-    printed = bench_here("lora", *what, "--index", str(tmp_path / "index"), *sizes, *limits, "--json")
-    adapters, full = map(json.loads, printed.splitlines())
-    assert (adapters["arm"], full["arm"]) == ("lora", "full")
-    assert (adapters["episodes"], adapters["calls"]) == (full["episodes"], full["calls"])
-    assert [s["name"] for s in full["stages"]] == ["sample", "compile", "score", "advantages", "update"]
-    # AdamW has two moments in float32 of every trained weight of student and critic, and counts its steps.
-    for arm in (adapters, full):
-        assert 0 < arm["optimiser_bytes"] - 2 * 4 * arm["trained"] < 10_000
-    assert adapters["trained"] < full["trained"] / 20
-    assert adapters["copy_bytes"] == 0 < full["copy_bytes"]
-    assert adapters["weights_bytes"] < full["weights_bytes"] / 4  # one base in bfloat16; the teacher shares it
-    (tmp_path / "results.jsonl").write_text(printed)
-    [table] = tables_of(load(tmp_path / "results.jsonl"))
-    assert "LoRA, rank 4" in markdown(table)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["actor", "--model", "tiny", "--shapes", "q3"], "unknown shape 'q3'"),
         (["actor", "--model", "tiny", "--batches", "x"], "expected whole numbers"),
         (["head", "--widths", "64"], "student:teacher"),
+        (["peers", "--shapes", "q3"], "unknown shape 'q3'"),
+        (["step", "configs/quickstart.toml", "--arms", "packed"], "unknown arm 'packed'"),
         (["rce", "--model", "tiny", "--dtypes", "bf16"], "bf16"),
         (["show", "pyproject.toml"], "line 1: not a line of JSON"),
     ],

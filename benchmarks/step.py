@@ -1,0 +1,150 @@
+"""Measures training updates by stage: packed and unshared, all weights and LoRA, here and in another source tree.
+
+Every arm is the training loop itself, in a process of its own (`step_arm`), on the same tasks with the same budget. The
+learning rates are 0, so that every arm samples the same episodes in the same step; the optimisers work all the same.
+Arms of two trees take turns. The first update warms up and is not counted; medians of the others are reported.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from memopd.config import RunConfig
+
+ROOT = Path(__file__).parent.parent
+STAGES = ("sample", "compile", "score", "advantages", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class StepStage:
+    name: str
+    seconds: float
+    peak_bytes: int  # of the whole device, during the stage; 0 on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    tree: str  # here, or against
+    step_arm: str
+    critic: bool
+    student: str
+    teacher: str
+    episodes: int
+    seconds: float  # of a whole update, median
+    rounds: int
+    updates: int  # that were counted, in all rounds
+    rows_saved: float  # the share of rows that packing saves
+    stages: tuple[StepStage, ...]
+    memory: dict[str, int]
+    kernels: dict[str, Any]
+    sampler: tuple[dict[str, float], ...]
+
+    @property
+    def per_hour(self) -> float:
+        return 3600 / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "updates_per_hour": self.per_hour}
+
+
+def settings_of(config: RunConfig, arm: str, steps: int, rank: int, critic: bool) -> RunConfig:
+    """The configuration of one arm."""
+    layout, trained = arm.split("-")
+    per_step = config.optimise.tasks * config.optimise.samples
+    optimise = replace(
+        config.optimise,
+        lr=0.0,
+        critic_lr=0.0,
+        steps=steps + 2,  # the arm stops before the end, which would write a checkpoint
+        share=layout == "packed",
+        algorithm="ppo" if critic else "grpo",
+        mini_batch=per_step,
+    )
+    lora = replace(config.lora, rank=rank if trained == "lora" else 0)
+    model = replace(config.model, adapter="")  # all arms start from the same weights
+    run = replace(config.run, check_every=0, dev_every=0, save_every=10**6)
+    return replace(config, model=model, optimise=optimise, lora=lora, run=run)
+
+
+def run_step(
+    config: RunConfig,
+    arms: Sequence[str],
+    steps: int,
+    rank: int,
+    critic: bool,
+    against: str | None = None,
+    rounds: int = 1,
+    profile: bool = False,
+) -> Iterator[StepResult]:
+    with source_tree(against) as other:
+        trees = {"here": ROOT, **({"against": other} if other else {})}
+        for arm in arms:
+            chosen = settings_of(config, arm, steps, rank, critic)
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+            for _ in range(rounds):
+                for name, tree in trees.items():
+                    print(f"step: {arm}, {name}", file=sys.stderr, flush=True)
+                    found[name].append(run_arm(chosen, tree, steps, profile and name == "here"))
+            for name, runs in found.items():
+                yield result_of(chosen, name, arm, runs)
+
+
+def run_arm(config: RunConfig, tree: Path, steps: int, profile: bool) -> dict[str, Any]:
+    """Run one arm in a process of its own, with the memopd of `tree`."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(config.as_json())
+        command = [sys.executable, str(Path(__file__).with_name("step_arm.py")), f"{folder}/config.json", folder]
+        path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = subprocess.run(
+            [*command, str(steps), *(["--profile"] if profile else [])],
+            env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise ValueError(f"{tree}: the training failed: {' '.join(done.stderr.strip().splitlines()[-3:])}")
+        arm: dict[str, Any] = json.loads((Path(folder) / "arm.json").read_text())
+        return arm
+
+
+def result_of(config: RunConfig, tree: str, arm: str, runs: Sequence[dict[str, Any]]) -> StepResult:
+    counted = [step for run in runs for step in run["steps"][1:]]
+    names = dict.fromkeys((*STAGES, *(name for step in counted for name in step["stages"])))
+
+    def stage(name: str) -> StepStage:
+        there = [step["stages"].get(name, {"seconds": 0.0, "peak_bytes": 0}) for step in counted]
+        return StepStage(name, median(s["seconds"] for s in there), max(int(s["peak_bytes"]) for s in there))
+
+    other = median(step["seconds"] - sum(s["seconds"] for s in step["stages"].values()) for step in counted)
+    stages = (*(stage(name) for name in names), StepStage("other", other, 0))
+    return StepResult(
+        tree, arm, config.optimise.algorithm == "ppo", Path(config.model.student).name, Path(config.model.teacher).name,
+        config.optimise.tasks * config.optimise.samples, median(s["seconds"] for s in counted), len(runs), len(counted),
+        counted[-1]["metrics"].get("rows_saved", 0.0), stages, runs[-1]["memory"], runs[-1]["kernels"],
+        tuple(runs[-1]["sampler"]),
+    )  # fmt: skip
+
+
+@contextmanager
+def source_tree(against: str | None) -> Iterator[Path | None]:
+    """The folder of another source tree: `against` itself, or that commit of this repository, unpacked for a while."""
+    if against is None or (Path(against) / "src" / "memopd").is_dir():
+        yield None if against is None else Path(against).resolve()
+        return
+    done = subprocess.run(["git", "archive", against, "src"], cwd=ROOT, capture_output=True, check=False)
+    if done.returncode:
+        raise ValueError(f"--against {against}: neither a folder with src/memopd nor a commit of this repository")
+    with TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        yield Path(folder)
