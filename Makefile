@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/vllm
+TRL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/trl
 
-.PHONY: setup quickstart test test-slow test-vllm lint models
+.PHONY: setup quickstart test test-slow test-vllm test-trl lint models
 
 setup: $(READY)
 
@@ -36,6 +37,13 @@ test-vllm: $(READY)
 	@PYTHON="$(PYTHON)" sh tests/vllm/environment.sh "$(VLLM)"; status=$$?; \
 	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \
 	    MEMOPD_VLLM_PYTHON="$(VLLM)/bin/python" $(BIN)/python -m pytest tests/vllm -s
+
+# Tests in TRL's trainer, in an environment of its own on top of .venv. The folders in tests/ must not be on the import
+# path there: TRL would take tests/vllm for an installed vLLM.
+test-trl: $(READY)
+	@sh tests/trl/environment.sh "$(TRL)"; status=$$?; \
+	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \
+	    "$(TRL)/bin/python" -m pytest tests/trl --override-ini pythonpath= --import-mode importlib
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from memopd.version import __version__
 if TYPE_CHECKING:
     from memopd import verify
     from memopd.compile import Packed, compile_calls, fill
-    from memopd.score import packed_logprobs
+    from memopd.score import packed_logprobs, packed_rows
     from memopd.types import Call, Episode, Sampling, Segment, StopReason
 
 # Loaded on first use, so that `memopd --help` and the NumPy-only parts never wait for torch.
@@ -24,6 +24,7 @@ _HOME = {
     "compile_calls": "memopd.compile",
     "fill": "memopd.compile",
     "packed_logprobs": "memopd.score",
+    "packed_rows": "memopd.score",
     "verify": "memopd",
 }
 
@@ -38,6 +39,7 @@ __all__ = [
     "compile_calls",
     "fill",
     "packed_logprobs",
+    "packed_rows",
     "verify",
 ]
 

@@ -2,6 +2,7 @@
 
 from memopd.score.divergences import DIVERGENCES, Divergence, divergence_of, reverse_kl
 from memopd.score.head import Head, head_of
+from memopd.score.rows import packed_rows
 from memopd.score.score import Scores, packed_logprobs, score, teacher_target
 from memopd.score.states import call_states, decision_states
 from memopd.score.vocabulary import Target, VocabularyScores, vocabulary_scores
@@ -18,6 +19,7 @@ __all__ = [
     "divergence_of",
     "head_of",
     "packed_logprobs",
+    "packed_rows",
     "reverse_kl",
     "score",
     "teacher_target",

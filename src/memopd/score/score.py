@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from memopd.compile import Packed, compile_calls, fill
+from memopd.models.device import to_device
 from memopd.score.divergences import Divergence, reverse_kl
 from memopd.score.head import head_of
 from memopd.score.states import decision_states
@@ -50,7 +51,7 @@ def score(
     head, at, parts = head_of(model), 0, []
     for packed in packs:
         states = decision_states(model, packed, attention)
-        tokens = torch.as_tensor(packed.decisions.token, device=states.device).long()
+        tokens = to_device(packed.decisions.token, states.device, torch.long)
         target = None if teacher is None else replace(teacher, states=teacher.states[at : at + len(tokens)])
         parts.append(vocabulary_scores(head, states, tokens, temperature, target))
         at += len(tokens)
@@ -89,24 +90,53 @@ def teacher_target(
     return Target(head, states, divergence)
 
 
+@overload
+def packed_logprobs(
+    model: Any,
+    calls: Sequence[Call],
+    attention: str = ...,
+    temperature: float = ...,
+    budget: int | None = ...,
+    entropies: Literal[False] = ...,
+) -> list[Tensor]: ...
+
+
+@overload
+def packed_logprobs(
+    model: Any,
+    calls: Sequence[Call],
+    attention: str = ...,
+    temperature: float = ...,
+    budget: int | None = ...,
+    *,
+    entropies: Literal[True],
+) -> tuple[list[Tensor], list[Tensor]]: ...
+
+
 def packed_logprobs(
     model: Any,
     calls: Sequence[Call],
     attention: str = "auto",
     temperature: float = 1.0,
     budget: int | None = None,
-) -> list[Tensor]:
+    entropies: bool = False,
+) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
     """log p of every sampled token, one differentiable tensor per call: for your own training loop.
 
     The result equals running every call alone, but each shared prefix is computed once. `budget` limits the rows of a
-    pack. A call that is not trainable gets an empty tensor.
+    pack. A call that is not trainable gets an empty tensor. `entropies=True` adds a second list: the entropy of the
+    distribution from which each token was sampled.
     """
     packs = [compile_calls(calls)] if budget is None else fill(calls, budget)
-    by_call: dict[int, Tensor] = {}
+    logprob: dict[int, Tensor] = {}
+    entropy: dict[int, Tensor] = {}
     for packed in packs:
-        logprob = score(model, [packed], temperature, attention).logprob
-        assert logprob is not None
+        scores = score(model, [packed], temperature, attention)
+        assert scores.logprob is not None
+        assert scores.entropy is not None
         which, sizes = torch.as_tensor(packed.decisions.call).unique_consecutive(return_counts=True)
-        by_call |= dict(zip(which.tolist(), logprob.split(sizes.tolist()), strict=True))
-    empty = next(iter(by_call.values())).new_zeros(0)
-    return [by_call.get(i, empty) for i in range(len(calls))]
+        logprob |= zip(which.tolist(), scores.logprob.split(sizes.tolist()), strict=True)
+        entropy |= zip(which.tolist(), scores.entropy.split(sizes.tolist()), strict=True)
+    empty = next(iter(logprob.values())).new_zeros(0)
+    by_call = [logprob.get(i, empty) for i in range(len(calls))]
+    return (by_call, [entropy.get(i, empty) for i in range(len(calls))]) if entropies else by_call

@@ -12,6 +12,7 @@ from torch import Tensor
 from memopd.attention import log_once, make_plan
 from memopd.compile import Packed
 from memopd.models.attention import planned_attention
+from memopd.models.device import to_device
 from memopd.models.load import backbone
 from memopd.models.support import check_dropout, check_length, sharing
 
@@ -35,7 +36,7 @@ def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tens
             use_cache=False,
             memopd_scheme=plan,
         ).last_hidden_state[0]
-    return states[torch.as_tensor(packed.decisions.row, device=device, dtype=torch.long)]
+    return states[to_device(packed.decisions.row, device, torch.long)]
 
 
 def call_states(model: Any, tokens: np.ndarray[Any, Any], first: int) -> Tensor:
@@ -69,4 +70,4 @@ def _unshared_states(model: Any, packed: Packed) -> Tensor:
 
 
 def _row(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    return torch.as_tensor(values, device=device, dtype=torch.long)[None]
+    return to_device(values, device, torch.long)[None]
