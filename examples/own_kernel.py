@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 class Mine:
     def __init__(self, packed, device):
-        """Once per pack. Row q sees row k when k <= q < exit[k]."""
+        """For a pack. Row q sees row k when k <= q < exit[k]."""
         row, exit = torch.arange(len(packed), device=device), torch.as_tensor(packed.exit, device=device)
         self.visible = (row <= row[:, None]) & (row[:, None] < exit)
 

@@ -1,6 +1,7 @@
 """Which kernel computes a pack, and a user's own among them."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +11,9 @@ from calls import mem1_calls
 
 from benchmarks.attention import thin_trie, trie_of
 from memopd.attention import KERNELS, check_attention, make_plan, plan
-from memopd.attention.dense import DensePlan, visible
+from memopd.attention.dense import KEPT, DensePlan, visible
 from memopd.compile import compile_calls
+from memopd.score import score
 from memopd.types import Call
 from memopd.verify import equivalence
 from memopd.verify.families import tiny_model
@@ -71,6 +73,39 @@ def test_a_wrong_name_is_one_line_without_a_model(own, packed, name, message):
 @pytest.mark.parametrize("name", ["auto", *KERNELS])
 def test_ours_have_names(name):
     check_attention(name)
+
+
+def test_a_plan_stays_with_its_pack(packed):
+    """For every model that it suits, but not for other rows."""
+    llama, qwen = tiny_model("llama"), tiny_model("qwen2")
+    for name in ("dense", "cascade"):
+        first = make_plan(packed, name, llama)
+        assert make_plan(packed, name, qwen) is first
+        assert make_plan(replace(packed, decisions=packed.decisions), name, llama) is first
+        assert make_plan(replace(packed, positions=packed.positions + 1), name, llama) is not first
+        assert make_plan(replace(packed, exit=packed.exit.copy()), name, llama) is not first
+        assert make_plan(packed, name, llama) is first
+    assert make_plan(packed, "dense", llama) is not make_plan(packed, "cascade", llama)
+
+
+def test_a_plan_of_your_own_stays_if_it_says_so(own, packed):
+    """It asks for the model's settings here, so that every model has its own. A large mask does not stay."""
+    llama, qwen = tiny_model("llama"), tiny_model("qwen2")
+    first = make_plan(packed, "some_kernels:Mine", llama)
+    assert make_plan(packed, "some_kernels:Mine", llama) is first
+    assert make_plan(packed, "some_kernels:Mine", qwen) is not first
+    long = compile_calls([Call(np.arange(KEPT + 1), [1])])
+    assert make_plan(long, "dense", llama) is not make_plan(long, "dense", llama)
+
+
+def test_a_plan_of_a_pass_without_gradients_serves_one_with(packed):
+    model = tiny_model("qwen2")
+    for name in ("dense", "cascade"):
+        with torch.inference_mode():
+            without = score(model, [packed], attention=name).logprob.clone()
+        logprob = score(model, [packed], attention=name).logprob
+        logprob.sum().backward()
+        assert torch.equal(logprob, without)
 
 
 # ---- which kernel -------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from memopd.types import Sampling
 from memopd.verify import gradient_equivalence
 from memopd.verify.families import FAMILIES, tiny_model
 
+IDS = torch.tensor([[5, 6, 7]])
 SHARED = [f for f in FAMILIES if not f.startswith(("qwen3-next", "mamba2", "bloom"))]
 
 
@@ -38,10 +39,8 @@ def rows_of(packed) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def memopd_llama():
-    model = tiny_model("llama")
-    model.set_attn_implementation(NAME)
-    return model
+def llama():
+    return tiny_model("llama")
 
 
 @pytest.fixture
@@ -55,22 +54,28 @@ def packed():
 @pytest.mark.parametrize("family", SHARED)
 def test_no_plan(family, packed):
     model = tiny_model(family)
-    model.set_attn_implementation(NAME)
-    with pytest.raises(ValueError, match="no plan came with the call"):
+    with pytest.raises(ValueError, match="no plan came with the call"), planned_attention(model):
         model(**rows_of(packed))
 
 
-def test_generation_without_a_plan_is_refused_too(memopd_llama):
-    with pytest.raises(ValueError, match="no plan came with the call"):
-        memopd_llama.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+def test_generation_inside_a_block_is_refused_too(llama):
+    with pytest.raises(ValueError, match="no plan came with the call"), planned_attention(llama):
+        llama.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
 
 
 @pytest.mark.parametrize("mask", ["bool", "float"])
-def test_a_mask(mask, memopd_llama, packed):
+def test_a_mask(mask, llama, packed):
     T = len(packed)
     square = torch.ones(1, 1, T, T, dtype=torch.bool) if mask == "bool" else torch.zeros(1, 1, T, T)
-    with pytest.raises(ValueError, match="takes no attention_mask"):
-        memopd_llama(**rows_of(packed), attention_mask=square, memopd_scheme=make_plan(packed, "dense", memopd_llama))
+    with pytest.raises(ValueError, match="takes no attention_mask"), planned_attention(llama):
+        llama(**rows_of(packed), attention_mask=square, memopd_scheme=make_plan(packed, "dense", llama))
+
+
+def test_a_plan_outside_of_a_block_is_refused(llama, packed):
+    """transformers takes its restarted positions for separate sequences there, and makes a mask."""
+    llama.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match=r"takes no attention_mask: .*planned_attention"):
+        llama(**rows_of(packed), memopd_scheme=make_plan(packed, "dense", llama))
 
 
 def test_dropout(packed, monkeypatch):
@@ -85,19 +90,106 @@ def test_dropout(packed, monkeypatch):
     assert model.config._attn_implementation != NAME  # put back on the way out
 
 
-def test_a_tensor_that_layers_pass_on_and_we_do_not_know(memopd_llama, packed):
-    with pytest.raises(ValueError, match="LlamaAttention passes bias to its attention, which memopd does not support"):
-        memopd_llama(**rows_of(packed), bias=torch.zeros(1), memopd_scheme=make_plan(packed, "dense", memopd_llama))
+def test_a_tensor_that_layers_pass_on_and_we_do_not_know(llama, packed):
+    said = "LlamaAttention passes bias to its attention, which memopd does not support"
+    with pytest.raises(ValueError, match=said), planned_attention(llama):
+        llama(**rows_of(packed), bias=torch.zeros(1), memopd_scheme=make_plan(packed, "dense", llama))
 
 
-def test_an_output_of_another_shape_names_the_kernel(memopd_llama, packed):
+def test_an_output_of_another_shape_names_the_kernel(llama, packed):
     class HeadsFirst(DensePlan):
         def attend(self, *inputs):
             return super().attend(*inputs).transpose(1, 2)
 
     wrong = HeadsFirst(packed, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"HeadsFirst.attend must return \[1, rows, query heads, width\]"):
-        memopd_llama(**rows_of(packed), memopd_scheme=wrong)
+    said = r"HeadsFirst.attend must return \[1, rows, query heads, width\]"
+    with pytest.raises(ValueError, match=said), planned_attention(llama):
+        llama(**rows_of(packed), memopd_scheme=wrong)
+
+
+# ---- without a plan: transformers' own -----------------------------------------------------------------------
+
+
+PLAIN = ["llama", "mistral (sliding window)", "gemma3 (mixed windows)"]
+CAPPED = ["gemma2 (soft cap, mixed windows)", "gpt-oss (sinks, mixed windows)"]
+
+
+def plain_results(model, name: str, left: bool) -> tuple[torch.Tensor, ...]:
+    """Logits with and without padding, and what the model generates from padded prompts that exceed its windows."""
+    model.set_attn_implementation(name)
+    ids = torch.randint(3, 131, (3, 24), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row, padding in ((0, 9), (1, 3)):
+        mask[row, slice(0, padding) if left else slice(-padding, None)] = 0
+    with torch.no_grad():
+        padded, whole = model(ids, attention_mask=mask).logits[mask.bool()], model(ids).logits
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return padded, whole, tokens
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("left", [True, False])
+def test_outside_of_a_block_our_name_is_sdpa(family, left):
+    model = tiny_model(family)
+    assert all(map(torch.equal, plain_results(model, NAME, left), plain_results(model, "sdpa", left)))
+
+
+@pytest.mark.parametrize("family", CAPPED)
+def test_what_sdpa_leaves_out_is_not_left_out(family):
+    """The bound is that of verify: these models compute their own softmax in float32."""
+    model = tiny_model(family, dtype=torch.float64)
+    ours, eager = plain_results(model, NAME, left=False), plain_results(model, "eager", left=False)
+    for a, b in zip(ours[:2], eager[:2], strict=True):
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
+    assert torch.equal(ours[2], eager[2])
+    left, alone = plain_results(model, NAME, left=True)[:2]
+    assert (left[-24:] - alone[2]).abs().max() <= 1e-12 * alone.abs().max()  # row 2 has no padding; none is NaN
+
+
+def test_a_mask_that_were_dropped_would_show(monkeypatch):
+    model = tiny_model("llama")
+    expected = plain_results(model, "sdpa", True)
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, NAME, lambda *_, **__: None)
+    padded, whole, _ = plain_results(model, NAME, True)
+    assert torch.equal(whole, expected[1])
+    assert (padded - expected[0]).abs().max() > 1e-3
+
+
+def test_other_threads_run_as_usual_while_one_is_inside(packed):
+    model = tiny_model("llama")
+    expected, results = model(IDS).logits, []
+    with planned_attention(model):
+        other = threading.Thread(target=lambda: results.append(model(IDS).logits))
+        other.start()
+        other.join(20)
+        with own_attention(model):  # the same, on this thread
+            results.append(model(IDS).logits)
+        with pytest.raises(ValueError, match="no plan came with the call"):
+            model(IDS)
+    assert all(torch.equal(r, expected) for r in results)
+    assert len(results) == 2
+
+
+def test_blocks_that_overlap_restore_when_the_last_one_ends(packed):
+    """Of two threads, the first to enter leaves first. The second still scores with its plan."""
+    model = tiny_model("llama")
+    before, expected = model.config._attn_implementation, decision_states(model, packed, "dense")
+    entered, left = threading.Event(), threading.Event()
+
+    def first():
+        with planned_attention(model):
+            entered.set()
+            assert left.wait(20)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert entered.wait(20)
+    with planned_attention(model):
+        left.set()
+        thread.join(20)
+        assert model.config._attn_implementation == NAME
+        assert torch.equal(decision_states(model, packed, "dense"), expected)
+    assert model.config._attn_implementation == before
 
 
 # ---- whose attention it is, before and after ----------------------------------------------------------------
@@ -140,9 +232,12 @@ def test_gradient_checkpointing_keeps_ours_for_the_backward_pass(packed):
     assert model.config._attn_implementation == before  # nothing to run again
     states = decision_states(model, packed, "dense")
     assert model.config._attn_implementation == NAME
+    with torch.no_grad():  # the pass between them runs as usual
+        kept = model(IDS).logits
+        model.set_attn_implementation(before)
+        assert torch.equal(kept, model(IDS).logits)
+        model.set_attn_implementation(NAME)
     states.sum().backward()
-    with pytest.raises(ValueError, match="no plan came with the call"):
-        model(**rows_of(packed))
 
 
 def gradients(family: str, checkpointing: bool) -> dict[str, torch.Tensor]:
@@ -175,9 +270,6 @@ def test_checkpointed_gradients_are_those_of_the_calls_alone(family):
 
 
 # ---- the engine's turn --------------------------------------------------------------------------------------
-
-
-IDS = torch.tensor([[5, 6, 7]])
 
 
 def test_a_model_in_use_by_an_engine_says_so_to_everybody_else(packed):
@@ -235,8 +327,6 @@ def test_an_engine_between_a_checkpointed_forward_pass_and_its_backward_pass(pac
     assert model.training
     out.sum().backward()
     assert all(map(torch.equal, (p.grad for p in model.parameters() if p.grad is not None), expected))
-    with pytest.raises(ValueError, match="no plan came with the call"):
-        model(input_ids=IDS, use_cache=False)
 
 
 @pytest.mark.parametrize("block", [planned_attention, own_attention])

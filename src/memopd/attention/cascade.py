@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -150,6 +150,8 @@ def _tiles(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class CascadePlan:
+    keep: ClassVar[bool] = True
+
     def __init__(self, packed: Packed, device: torch.device, layout: str | None = None, windowed: bool = False) -> None:
         nodes = nodes_of(packed.exit)
         self.longest = int(packed.positions.max()) + 1

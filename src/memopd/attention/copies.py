@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memopd.models.device import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:
@@ -26,7 +28,7 @@ class Copies:
     def of(cls, index: NDArray[Any], rows: int, device: torch.device) -> Copies:
         order = np.argsort(index, kind="stable")
         start = np.searchsorted(index[order], np.arange(rows + 1))
-        return cls(*(torch.as_tensor(x, dtype=torch.int64, device=device) for x in (index, order, start)))
+        return cls(*(to_device(x, device, torch.int64) for x in (index, order, start)))
 
     def take(self, x: Tensor) -> Tensor:
         return x.index_select(0, self.index)

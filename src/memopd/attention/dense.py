@@ -19,8 +19,12 @@ def visible(exit: Tensor) -> Tensor:
     return (row[None, :] <= row[:, None]) & (row[:, None] < exit[None, :])
 
 
+KEPT = 4096  # rows: a mask of up to 16 MB stays with its pack
+
+
 class DensePlan:
     def __init__(self, packed: Packed, device: torch.device) -> None:
+        self.keep = len(packed) <= KEPT
         self.positions = torch.as_tensor(packed.positions, device=device)
         self.longest = int(packed.positions.max()) + 1
         self.mask = visible(torch.as_tensor(packed.exit, device=device))
@@ -31,8 +35,9 @@ class DensePlan:
         if window is None or window >= self.longest:
             return self.mask
         if window not in self._windowed:
-            near = self.positions[:, None] - self.positions[None, :] < window
-            self._windowed[window] = self.mask & near
+            with torch.inference_mode(False):  # a later pass over this pack may have a gradient
+                near = self.positions[:, None] - self.positions[None, :] < window
+                self._windowed[window] = self.mask & near
         return self._windowed[window]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: Layer) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._dynamo
@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from memopd.compile import Packed
 from memopd.models.attention import Layer
+from memopd.models.device import to_device
 
 BLOCK = 128
 KERNELS = 64  # one per model shape, precision and kind of mask; PyTorch's own limit of 8 would run the rest uncompiled
@@ -32,6 +33,8 @@ def flex_cost(packed: Packed) -> float:
 
 
 class FlexPlan:
+    keep: ClassVar[bool] = True
+
     def __init__(self, packed: Packed, device: torch.device) -> None:
         if device.type == "cpu":
             raise ValueError("flex attention has no backward pass on the CPU: use attention='dense' or 'cascade'")
@@ -40,16 +43,17 @@ class FlexPlan:
         self.rows = len(packed)
         self.padded = -(-self.rows // BLOCK) * BLOCK
         self.exit = torch.arange(1, self.padded + 1, dtype=torch.int32, device=device)
-        self.exit[: self.rows] = torch.as_tensor(packed.exit, device=device)
+        self.exit[: self.rows] = to_device(packed.exit, device)
         self.positions = torch.zeros(self.padded, dtype=torch.int32, device=device)
-        self.positions[: self.rows] = torch.as_tensor(packed.positions, device=device)
+        self.positions[: self.rows] = to_device(packed.positions, device)
         self.longest = int(packed.positions.max()) + 1
         self._masks: dict[int | None, BlockMask] = {}
 
     def block_mask(self, window: int | None) -> BlockMask:
         if window not in self._masks:
-            limit = None if window is None else torch.tensor(window, device=self.exit.device)
-            self._masks[window] = build_block_mask(self.exit, self.positions, limit)
+            with torch.inference_mode(False):  # a later pass over this pack may have a gradient
+                limit = None if window is None else torch.tensor(window, device=self.exit.device)
+                self._masks[window] = build_block_mask(self.exit, self.positions, limit)
         return self._masks[window]
 
     @torch.compiler.disable  # compiled separately; a compiled model has a graph break here

@@ -1,7 +1,9 @@
 """Chooses the kernel of a pack: one of ours by name, one that suits device, precision and model, or your own class.
 
-A kernel is a class with a method `attend` (see memopd.models.attention.Scheme). It is built once per pack; its
-constructor may have any of the parameters in `_OFFERED`. Our own kernels are built in the same way.
+A kernel is a class with a method `attend` (see memopd.models.attention.Scheme). Its constructor may have any of the
+parameters in `_OFFERED`. It is built for every pass over a pack, unless it has an attribute `keep` that is true: then
+it stays with the pack, and all passes and models for which these parameters are the same share it. Our own kernels are
+built in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from memopd.attention.flex import FlexPlan, flex_cost
 from memopd.compile import Packed
 from memopd.models.attention import Scheme
 from memopd.models.support import has_windows
-from memopd.names import build, check_parameters, resolve
+from memopd.names import build, check_parameters, parameters, resolve
 
 log = logging.getLogger("memopd")
 
@@ -40,10 +42,21 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Scheme:
     if attention == "auto":
         attention, why = choose_attention(config, parameter.device.type, parameter.dtype, packed)
         log_once(f"attention: {attention} ({why})")
-    offered = (packed, parameter.device, parameter.dtype, config, has_windows(config))
-    plan: Scheme = build(_SETTING, attention, _kernel(attention), dict(zip(_OFFERED, offered, strict=True)))
+    values = (packed, parameter.device, parameter.dtype, config, has_windows(config))
+    kernel, offered = _kernel(attention), dict(zip(_OFFERED, values, strict=True))
+    taken = [offered[name] for name in parameters(kernel) if name in offered and name != "packed"]
+    # By identity: `dataclasses.replace` makes packs with other rows that still hold the plans of the first.
+    needed = (packed.exit, packed.positions, config if "config" in parameters(kernel) else None)
+    key = (kernel, *map(id, needed), *(value for value in taken if value is not config))
+    if key in packed.plans.made:
+        plan: Scheme = packed.plans.made[key][0]
+        return plan
+    with torch.inference_mode(False):  # a later pass over this pack may have a gradient
+        plan = build(_SETTING, attention, kernel, offered)
     if isinstance(plan, CascadePlan):
         log.debug("cascade: %s (%s)", plan.layout, plan.why)
+    if getattr(plan, "keep", False):
+        packed.plans.made[key] = (plan, needed)  # holds `needed`, so that their ids stay theirs
     return plan
 
 

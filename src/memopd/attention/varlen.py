@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memopd.models.device import to_device
+
 aten: Any = torch.ops.aten
 
 
@@ -38,7 +40,7 @@ class Segments:
         assert len(q) == len(k) > 0
         assert (np.minimum(q, k) > 0).all()
         assert not causal or (q <= k).all()
-        cu_q, cu_k = (torch.as_tensor(np.cumsum([0, *n]), dtype=torch.int32, device=device) for n in (q, k))
+        cu_q, cu_k = (to_device(np.cumsum([0, *n]), device, torch.int32) for n in (q, k))
         return cls(cu_q, cu_k, torch.tensor([int(q.max()), int(k.max()), int(causal)]))
 
 

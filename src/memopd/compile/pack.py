@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,16 @@ class Decisions:
         return len(self.row)
 
 
+class Plans:
+    """What attention kernels prepared for the rows of a pack, kept with it (`attention.make_plan`).
+
+    No dict, because FSDP copies the containers in the arguments of a model, and would lose what is added later.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Any] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """One physical sequence that holds many calls."""
@@ -43,6 +54,7 @@ class Packed:
     positions: Ids  # [T] its position in its own call
     exit: Ids  # [T] the first row after r's subtree
     decisions: Decisions
+    plans: Plans = field(repr=False, compare=False, default_factory=Plans)
 
     def __len__(self) -> int:
         return len(self.tokens)
