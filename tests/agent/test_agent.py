@@ -184,14 +184,14 @@ def test_a_memory_without_a_query_searches_for_the_keywords():
 class NoteTaking:
     """As many notes of an observation as its turn's number, at first none; the context is all notes, then the news."""
 
-    def __init__(self, **rest):
-        self.rest = rest
+    def __init__(self, stop=(".",), **rest):
+        self.stop, self.rest = stop, rest
 
     def context(self, turns):
         new = turns[-1]
         notes = [reply for turn in turns for reply in turn.replies]
         for n in range(len(turns) - 1):
-            notes += [(yield Ask(f"{text(new.observation)}/{n}?", "note", stop=(".",), **self.rest))]
+            notes += [(yield Ask(f"{text(new.observation)}/{n}?", "note", stop=self.stop, **self.rest))]
         return [Piece(r.ids, "memory", r.call) for r in notes] + [Piece(new.observation, "observation", new.call)]
 
 

@@ -1,4 +1,4 @@
-"""The search environment: one retrieval request a round, turns that grow with k, every malformed response."""
+"""The search environment: one retrieval request a step, turns that grow with k, every malformed response."""
 
 import pytest
 

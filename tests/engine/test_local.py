@@ -98,8 +98,8 @@ def test_what_cannot_be_sampled_from_is_refused(family):
 
 def off_by_one(monkeypatch):
     """Positions of sampled tokens one too far."""
-    length = local_module._Sequence.length.fget
-    monkeypatch.setattr(local_module._Sequence, "length", property(lambda s: length(s) + 1))
+    length = local_module.SampledSequence.length.fget
+    monkeypatch.setattr(local_module.SampledSequence, "length", property(lambda s: length(s) + 1))
 
 
 def wrong_slot(monkeypatch):

@@ -277,6 +277,29 @@ def test_a_request_that_fails_is_done_elsewhere_and_counts_once(fakes, connect, 
     assert fakes[0].asked + fakes[1].asked >= 41
 
 
+def test_a_session_delivers_what_the_servers_finish(fakes, connect):
+    """Those that are done come although another request hangs; closing ends that one."""
+    engine = connect(fakes[0], timeout=30.0)
+    first, second, hangs = some(3)
+    going = threading.Event()
+
+    def before(body):
+        if body["token_ids"] == list(hangs.prompt):
+            going.wait(20)
+
+    fakes[0].before = before
+    made = {}
+    with engine.session() as session:
+        session.submit([hangs, first])
+        made |= dict(session.wait())
+        session.submit([second])
+        made |= dict(session.wait())
+    going.set()
+    assert list(made) == [first, second]
+    check([first, second], list(made.values()))
+    assert not engine._tasks
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_server_refuses_is_not_tried_again_and_costs_nobody_else(fakes, connect, stream):
     """A stream is refused after it has begun, with status 200 and an event that says 400."""

@@ -158,3 +158,16 @@ def test_training_releases_a_large_cache_only(monkeypatch):
     monkeypatch.setattr(engines, "KEPT", 0.0)
     policy.release()
     assert policy.engine.cache_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_layers_sample_as_exactly_as_the_layers_by_themselves(dtype):
+    model = tiny_model("qwen2", dtype=dtype).cuda().eval()
+    some = requests(40, temperature=1.0)
+    plain, fused = (LocalEngine(model, None, slots=16, max_length=256, fused=f).generate(some) for f in (False, True))
+    same = sum(np.array_equal(a.tokens, b.tokens) for a, b in zip(plain, fused, strict=True))
+    assert same >= (40 if dtype == torch.float32 else 30)  # half precision: draws within rounding of a boundary
+    calls = [Call(r.prompt, c.tokens, c.logprobs) for r, c in zip(some, fused, strict=True)]
+    exact = alone(at_precision(model, MORE_PRECISE[dtype]), calls)
+    recorded = torch.as_tensor(np.concatenate([c.logprobs for c in calls]))
+    assert float((recorded - exact).abs().max()) <= 2 * float((alone(model, calls) - exact).abs().max())

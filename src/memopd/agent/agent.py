@@ -2,8 +2,9 @@
 
     Agent(engine, environment, memory, tokenizer, sampling).play(tasks, seed)   yields episodes as they finish
 
-All live episodes advance together. Each round is one batch of actions, one step of the environment, and one update of
-the memories; the next task replaces a finished episode. The samples of an episode depend only on its own seed, not on
+Every episode advances by itself: when its call ends, it gets its observation, its memory is updated, and its next call
+begins, while the calls of the others go on. Calls that end in the same step of the engine share one step of the
+environment. The next task replaces a finished episode. The samples of an episode depend only on its own seed, not on
 the other episodes.
 """
 
@@ -23,25 +24,9 @@ from memopd.agent.codec import check_fits, codec_of, prefix_of
 from memopd.agent.environment import Environment, Outcome, Progress
 from memopd.agent.memory import Ask, Memory, Piece, Reply, Turn, Update, assemble
 from memopd.engine.protocol import Completion, Engine, Request
+from memopd.engine.session import Session, open_session
 from memopd.tasks import Task
 from memopd.types import Call, Episode, Ids, Sampling, Segment
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """An episode in progress."""
-
-    id: str
-    task: Task
-    prefix: Ids  # q
-    seed: int
-    started: float
-    stop: tuple[str, ...]  # the strings that end the next response
-    pieces: Sequence[Piece] = ()  # x_t
-    turns: list[Turn] = field(default_factory=list)
-    responses: list[str] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    ended: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +40,24 @@ class _Prompt:
     stop: tuple[str, ...]
     purpose: str = ""
     trainable: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """An episode in progress."""
+
+    id: str
+    task: Task
+    prefix: Ids  # q
+    seed: int
+    started: float
+    stop: tuple[str, ...]  # the strings that end the next action
+    prompt: _Prompt = field(init=False)  # of the open call
+    update: Update | None = None  # of the memory, while it asks the model
+    turns: list[Turn] = field(default_factory=list)
+    responses: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    ended: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +83,20 @@ class Agent:
     def graded(self, tasks: Iterable[Task | tuple[str, Task]], seed: int = 0) -> Iterator[tuple[Episode, Outcome]]:
         """Yields episodes with the outcomes that the environment's `grade` returns for them."""
         waiting = iter(tasks)
-        live: list[_Live] = []
-        while True:
-            live += [self._start(task, seed) for task in islice(waiting, self.batch - len(live))]
-            if not live:
-                return
-            self._act(live)
-            self._observe(live)
-            self._update([e for e in live if e.ended is None])
-            for episode in live:
-                if not self._fits(episode):  # its context leaves no room for another token
-                    episode.ended = episode.ended or time.time()
-                if episode.ended is not None:
-                    yield self._finished(episode, seed)
-            live = [e for e in live if e.ended is None]
+        live: dict[Request, _Live] = {}  # by the open request of each episode
+        with open_session(self.engine) as session:
+            while True:
+                begun = [self._start(task, seed) for task in islice(waiting, self.batch - len(live))]
+                live |= self._submit(session, begun)
+                if not live:
+                    return
+                episodes = [_recorded(live.pop(request), completion) for request, completion in session.wait()]
+                self._advance(episodes)
+                live |= self._submit(session, [e for e in episodes if e.ended is None])
+                if finished := [e for e in episodes if e.ended is not None]:
+                    session.pause()  # who gets the episodes may use the model
+                    for episode in finished:
+                        yield self._finished(episode, seed)
 
     def _start(self, given: Task | tuple[str, Task], seed: int) -> _Live:
         id, task = (given.id, given) if isinstance(given, Task) else given
@@ -102,22 +105,46 @@ class Agent:
             raise ValueError(f"task {task.id!r}: the environment's start() gave no text to begin with")
         prefix = prefix_of(self.tokenizer, opening.text)
         check_fits(task, prefix, self.max_context)
-        return _Live(id, task, prefix, episode_seed(seed, id), time.time(), opening.stop)
+        episode = _Live(id, task, prefix, episode_seed(seed, id), time.time(), opening.stop)
+        self._act(episode, ())
+        return episode
 
-    def _act(self, live: Sequence[_Live]) -> None:
-        """Every episode makes one action."""
-        prompts = [
-            _Prompt(*assemble(e.prefix, e.pieces), call_seed(e.seed, len(e.turns)), self.sampling, e.stop) for e in live
+    def _submit(self, session: Session, episodes: Sequence[_Live]) -> dict[Request, _Live]:
+        """Begin the next call of every episode."""
+        requests = [
+            Request(e.prompt.ids, e.prompt.seed, e.prompt.sampling, e.prompt.stop, e.id, e.prompt.purpose)
+            for e in episodes
         ]
-        for episode, call in zip(live, self._call(live, prompts), strict=True):
-            episode.responses.append(codec_of(self.tokenizer).decode(call.completion))
+        session.submit(requests)
+        return dict(zip(requests, episodes, strict=True))
 
-    def _observe(self, live: Sequence[_Live]) -> None:
+    def _advance(self, episodes: Sequence[_Live]) -> None:
+        """After a call of every episode: each gets its next prompt, or ends."""
+        acted = [e for e in episodes if e.update is None]
+        for episode in episodes:
+            if episode.update is not None:
+                self._resume(episode, episode.update, self._reply(episode))
+        self._observe(acted)
+        for episode in acted:
+            if episode.ended is None:
+                self._remember(episode)
+
+    def _act(self, episode: _Live, pieces: Sequence[Piece]) -> None:
+        """The next call is an action. An episode whose context leaves no room for a token ends."""
+        ids, segments = assemble(episode.prefix, pieces)
+        if len(ids) >= self.max_context:
+            episode.ended = time.time()
+        seed = call_seed(episode.seed, len(episode.turns))
+        episode.prompt = _Prompt(ids, segments, seed, self.sampling, episode.stop)
+
+    def _observe(self, acted: Sequence[_Live]) -> None:
         """Make one step of the environment. It retrieves what the memory rule derives from the agent's keywords."""
-        seen = self.environment.step([self._progress(e) for e in live])
-        if len(seen) != len(live):
-            raise ValueError(f"the environment's step() gave {len(seen)} observations for {len(live)} episodes")
-        for episode, observation in zip(live, seen, strict=True):
+        for episode in acted:
+            episode.responses.append(codec_of(self.tokenizer).decode(episode.calls[-1].completion))
+        seen = self.environment.step([self._progress(e) for e in acted]) if acted else []
+        if len(seen) != len(acted):
+            raise ValueError(f"the environment's step() gave {len(seen)} observations for {len(acted)} episodes")
+        for episode, observation in zip(acted, seen, strict=True):
             call = len(episode.calls) - 1
             if observation.reward:
                 episode.calls[call] = replace(episode.calls[call], reward=observation.reward)
@@ -135,25 +162,22 @@ class Agent:
             return Progress(episode.task, responses)
         return Progress(episode.task, responses, partial(query, responses[-1]))
 
-    def _update(self, live: Sequence[_Live]) -> None:
-        """Set the next context of every episode. Rules that call the model advance together, one batch per call."""
-        updates: list[tuple[_Live, Update, Reply | None]] = []
-        for episode in live:
-            made = self.memory.context(tuple(episode.turns))
-            if isinstance(made, Generator):
-                updates.append((episode, made, None))
-            else:
-                episode.pieces = self._pieces(made)
-        while updates:
-            asking: list[tuple[_Live, Update, Ask]] = []
-            for episode, update, reply in updates:
-                try:
-                    asking.append((episode, update, update.send(reply)))  # type: ignore[arg-type]  # None starts it
-                except StopIteration as done:
-                    episode.pieces = self._pieces(done.value)
-            prompts = [self._asked(episode, ask) for episode, _, ask in asking]
-            calls = self._call([episode for episode, *_ in asking], prompts)
-            updates = [(e, update, self._reply(e, call)) for (e, update, _), call in zip(asking, calls, strict=True)]
+    def _remember(self, episode: _Live) -> None:
+        """Update the memory, which may ask the model first."""
+        made = self.memory.context(tuple(episode.turns))
+        if isinstance(made, Generator):
+            self._resume(episode, made, None)
+        else:
+            self._act(episode, self._pieces(made))
+
+    def _resume(self, episode: _Live, update: Update, reply: Reply | None) -> None:
+        try:
+            ask = update.send(reply)  # type: ignore[arg-type]  # None starts it
+        except StopIteration as done:
+            episode.update = None
+            self._act(episode, self._pieces(done.value))
+        else:
+            episode.update, episode.prompt = update, self._asked(episode, ask)
 
     def _pieces(self, made: Any) -> Sequence[Piece]:
         if not isinstance(made, Sequence) or not made or not all(isinstance(piece, Piece) for piece in made):
@@ -182,24 +206,13 @@ class Agent:
             ids, segments, episode_seed(episode.seed, name), sampling, ask.stop, ask.purpose, ask.trainable
         )  # fmt: skip
 
-    def _reply(self, episode: _Live, call: Call) -> Reply:
-        ids = call.completion
-        reply = Reply(ids, codec_of(self.tokenizer).decode(ids), call.purpose, len(episode.calls) - 1)
+    def _reply(self, episode: _Live) -> Reply:
+        """What the memory rule gets for the last call, which it asked for."""
+        call = episode.calls[-1]
+        text = codec_of(self.tokenizer).decode(call.completion)
+        reply = Reply(call.completion, text, call.purpose, len(episode.calls) - 1)
         episode.turns[-1] = replace(episode.turns[-1], replies=(*episode.turns[-1].replies, reply))
         return reply
-
-    def _call(self, live: Sequence[_Live], prompts: Sequence[_Prompt]) -> list[Call]:
-        """Make one call for every episode, in one batch, and record it."""
-        requests = [
-            Request(p.ids, p.seed, p.sampling, p.stop, e.id, p.purpose) for e, p in zip(live, prompts, strict=True)
-        ]
-        completions = self.engine.generate(requests) if requests else []
-        for episode, prompt, completion in zip(live, prompts, completions, strict=True):
-            episode.calls.append(_recorded(episode, prompt, completion))
-        return [episode.calls[-1] for episode in live]
-
-    def _fits(self, episode: _Live) -> bool:
-        return len(episode.prefix) + sum(len(p.ids) for p in episode.pieces) < self.max_context
 
     def _finished(self, episode: _Live, seed: int) -> tuple[Episode, Outcome]:
         outcome = self.environment.grade(episode.task, episode.responses)
@@ -226,11 +239,13 @@ def call_seed(seed: int, turn: int) -> int:
     return episode_seed(seed, str(turn))
 
 
-def _recorded(episode: _Live, prompt: _Prompt, done: Completion) -> Call:
+def _recorded(episode: _Live, done: Completion) -> _Live:
+    """Add the call that ended to its episode."""
     name = f"episode {episode.id!r}: call {len(episode.calls)}"
     if not len(done.tokens):  # a Call cannot be empty, and its own error would not name the cause
         raise ValueError(f"{name}: the engine ended it ({done.stop}) before its first token: was the engine closed?")
-    return Call(
+    prompt = episode.prompt
+    call = Call(
         prompt.ids,
         done.tokens,
         done.logprobs,
@@ -241,3 +256,5 @@ def _recorded(episode: _Live, prompt: _Prompt, done: Completion) -> Call:
         segments=prompt.segments,
         name=name,
     )
+    episode.calls.append(call)
+    return episode

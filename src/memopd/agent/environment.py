@@ -56,7 +56,8 @@ class Environment(Protocol):
         ...
 
     def step(self, live: Sequence[Progress]) -> list[Observation]:
-        """The next observation of every live episode. All come at once, so that one request can serve all of them."""
+        """The next observation of every episode whose call has ended. Those that ended together come at once, so that
+        one request can serve all of them."""
         ...
 
     def grade(self, task: Task, responses: Sequence[str]) -> Outcome: ...

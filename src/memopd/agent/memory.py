@@ -4,8 +4,8 @@ A rule turns the turns so far into pieces of token ids. Retained responses are s
 observation is encoded once. Only `summary` and `refresh`, by their definition, encode text again.
 
 A rule may also call the model for itself, for example to write a note. Its `context` is then a generator: it yields an
-`Ask`, gets the `Reply`, and returns the pieces. The agent makes the calls of all live episodes together and records
-each of them. A later update finds the replies in the turns (`Turn.replies`), so that a rule needs no state.
+`Ask`, gets the `Reply`, and returns the pieces. The agent makes these calls beside those of other episodes and
+records each of them. A later update finds the replies in the turns (`Turn.replies`), so that a rule needs no state.
 
 Your own rule is one class with `context`, which you name as `module:name`; `parts.py` resolves the name.
 """

@@ -3,6 +3,9 @@
 You may submit requests at any time and from any thread. Between two steps, finished sequences leave and waiting ones
 enter. A step is one forward pass over one flat row: the next token of every running sequence, and the prompts of those
 that enter. The thread that runs the steps exists only while there is work, and uses the model only then.
+
+Between two steps a session (`session.py`) holds the engine until its caller has submitted what follows, so that its
+results do not depend on the clock.
 """
 
 from __future__ import annotations
@@ -10,50 +13,38 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from memopd.engine.local.attention import Groups, Pass, Span, check_model, group
+from memopd.engine.local.attention import Groups, Pass, check_model, group
 from memopd.engine.local.cache import WORTHWHILE, Cache, Slots
-from memopd.engine.local.sampler import Uniforms, draw
+from memopd.engine.local.sampler import draw
+from memopd.engine.local.sequence import FlatRow, SampledSequence, end_tokens, read_request
+from memopd.engine.local.session import LocalSession
 from memopd.engine.protocol import Completion, Request, Ticket
-from memopd.engine.stops import FOUND, Stops, stops_of
+from memopd.engine.stops import stops_of
 from memopd.models.attention import sampling_attention
 from memopd.models.support import length_limit, rope_switch
-from memopd.types import Ids, StopReason
+from memopd.types import StopReason
 
 log = logging.getLogger("memopd")
 
 # New prompt tokens per pass; a longer prompt gets a pass of its own. Short rows suit a CPU's caches, long ones a GPU.
 PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
 
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    request: Request
-    prompt: Ids
-    limit: int  # the most tokens to sample
-    stops: Stops | None
-    on_token: Callable[[int], None] | None
-    uniforms: Uniforms
-    future: Future[Completion] = field(default_factory=Future)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stop_state: int = 0  # of `stops`, after the tokens so far
-    slot: int = -1
-    cancelled: bool = False
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.tokens)
+# On a GPU a pass in which prompts enter is not replayed from a graph. It takes as long as E replayed steps, and every
+# running sequence waits for it. If prompts enter every n steps and a call samples L tokens, the passes cost E/n and the
+# time before a call enters n/2L of the sampling time; the sum is least at n = √(2EL). So if fewer than 1/FEW as many
+# requests of sessions wait as sequences run, they wait for up to REPLAYS replays since prompts last entered. The rule
+# counts steps and reads no clock. Other requests enter at once.
+FEW, REPLAYS = 4, 2
 
 
 class LocalEngine:
@@ -65,7 +56,14 @@ class LocalEngine:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, slots: int = 64, max_length: int | None = None, version: int = 0
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        slots: int = 64,
+        max_length: int | None = None,
+        version: int = 0,
+        fused: bool = False,  # on a GPU: compile the layers, which takes a while and halves the time of a step
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots must be 1 or more, got {slots}")
@@ -75,18 +73,25 @@ class LocalEngine:
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self._version = version
         self._device = next(model.parameters()).device
-        self._ends = _end_tokens(model, tokenizer)
+        self._ends = end_tokens(model, tokenizer)
         self._stops = None if tokenizer is None else stops_of(tokenizer, self.vocabulary)
         self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
-        self._running: list[_Sequence] = []  # in the order of their slots
+        self._running: list[SampledSequence] = []  # in the order of their slots
         self._groups: Groups | None = None  # of the running sequences; None: these changed
         self._decoder: Any = None
+        self._replays = 0  # since prompts last entered
+        self._fused: Any = None
+        if fused and self._device.type == "cuda":
+            from memopd.engine.local.fused import fuse  # imports torch's compiler, which takes seconds
+
+            self._fused = fuse(model)
         self._captures = rope_switch(model) is None  # such a rope reads positions on the host, in every step
         self._weights: list[tuple[int, int]] = []  # address and version counter of every parameter
 
         self._lock = threading.Condition()  # guards the attributes below
-        self._waiting: dict[_Sequence, None] = {}
-        self._cancelled: list[_Sequence] = []  # before they entered
+        self._waiting: dict[SampledSequence, None] = {}
+        self._cancelled: list[SampledSequence] = []  # before they entered
+        self._sessions: set[LocalSession] = set()  # that hold the engine between steps
         self._thread: threading.Thread | None = None
         self._paused = False
         self._closed = False
@@ -95,7 +100,7 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the order of the requests."""
-        tickets = self._enter([self._sequence(r, None) for r in requests])
+        tickets = self._enter([self._read(r) for r in requests])
         try:
             return [t.completion.result() for t in tickets]
         except BaseException:  # an error, or a keyboard interrupt
@@ -106,7 +111,13 @@ class LocalEngine:
 
     def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
         """Start a request beside the running ones. The engine's thread calls `on_token` with every sampled id."""
-        return self._enter([self._sequence(request, on_token)])[0]
+        sequence = self._read(request)
+        sequence.on_token = on_token
+        return self._enter([sequence])[0]
+
+    def session(self) -> LocalSession:
+        """For a caller whose next requests depend on completions, such as an agent."""
+        return LocalSession(self)
 
     @property
     def version(self) -> int:
@@ -130,6 +141,7 @@ class LocalEngine:
                 )
             self._lock.wait_for(lambda: not self._paused)
             self._paused = True
+            self._start()  # a session that nobody waits for may have requests that run
             self._lock.wait_for(lambda: self._thread is None)
         try:
             yield
@@ -138,7 +150,6 @@ class LocalEngine:
             with self._lock:
                 self._slots.invalidate()
                 self._paused = False
-                self._lock.notify_all()
                 self._start()
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -172,6 +183,7 @@ class LocalEngine:
         """End running and waiting requests as aborted, and accept no more."""
         with self._lock:
             self._closed = True  # running requests end at their next token
+            self._start()
             waiting = list(self._waiting)
         for sequence in waiting:
             self._cancel(sequence)
@@ -181,28 +193,10 @@ class LocalEngine:
 
     # ---- entering and leaving -------------------------------------------------------------------------------------
 
-    def _sequence(self, request: Request, on_token: Callable[[int], None] | None) -> _Sequence:
-        name = f"episode {request.episode!r}: " if request.episode else ""
-        prompt = np.asarray(request.prompt)
-        if prompt.ndim != 1 or not len(prompt) or prompt.dtype.kind not in "iu":
-            raise ValueError(f"{name}a prompt must be one flat list of token ids, not empty")
-        if prompt.min() < 0 or prompt.max() >= self.vocabulary:
-            raise ValueError(f"{name}token id {prompt.max()} is outside this model's vocabulary of {self.vocabulary}")
-        room = self.max_length - len(prompt)
-        if room < 1:
-            raise ValueError(
-                f"{name}a prompt of {len(prompt)} tokens leaves no room in max_length={self.max_length}: shorten the "
-                "context or give the engine a larger max_length"
-            )
-        stops = None
-        if request.stop:
-            if self._stops is None:
-                raise ValueError(f"{name}stop strings need a tokenizer: give the engine one")
-            stops = self._stops(tuple(request.stop))
-        limit = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
-        return _Sequence(request, prompt.astype(np.int32), limit, stops, on_token, Uniforms(int(request.seed)))
+    def _read(self, request: Request) -> SampledSequence:
+        return read_request(request, self.max_length, self.vocabulary, self._stops)
 
-    def _enter(self, sequences: Sequence[_Sequence]) -> list[Ticket]:
+    def _enter(self, sequences: Sequence[SampledSequence]) -> list[Ticket]:
         with self._lock:
             if self._closed:
                 raise ValueError("this engine is closed: make a new one")
@@ -213,68 +207,87 @@ class LocalEngine:
         return [Ticket(s.future, partial(self._cancel, s)) for s in sequences]
 
     def _start(self) -> None:
-        if self._thread is None and self._waiting and not self._paused:
+        """Start the thread if there is work, or wake it if sessions hold it."""
+        self._lock.notify_all()
+        if self._thread is None and self._is_awaited():
             self._thread = threading.Thread(target=self._work, name="memopd-engine", daemon=True)
             self._thread.start()
 
-    def _cancel(self, sequence: _Sequence) -> None:
+    def _cancel(self, sequence: SampledSequence) -> None:
         sequence.cancelled = True
         with self._lock:
             if sequence not in self._waiting:
+                self._start()  # if it runs, it ends at its next token
                 return
             del self._waiting[sequence]
             if self._thread is not None:  # it may be using the model: it answers when it has released it
                 self._cancelled.append(sequence)
+                self._lock.notify_all()
                 return
-        self._done(sequence, StopReason.ABORTED)()
-
-    def _done(self, sequence: _Sequence, stop: StopReason) -> Callable[[], None]:
-        """A function that delivers the completion, so that the engine can choose when."""
-        tokens, logprobs = np.array(sequence.tokens, np.int32), np.array(sequence.logprobs, np.float64)
-        completion = Completion(tokens, logprobs, stop, self._version)
-        return partial(sequence.future.set_result, completion)
+        sequence.end(StopReason.ABORTED, self._version).deliver()
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        finished: list[Callable[[], None]] = []
+        finished: list[SampledSequence] = []
         alive = True
         try:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 while alive:
                     self._serve(finished)
                     with self._lock:
-                        alive = self._has_waiting()
+                        alive = self._is_awaited()
                         finished += self._end(alive)
         except BaseException as why:  # every caller must get an answer, or would wait for ever
             with self._lock:
                 waiting, self._waiting = list(self._waiting), {}
                 finished += self._fail([*self._running, *waiting], why) + self._end(alive=False)
-        for deliver in finished:  # only now: the last completion arrives after the engine has released the model
-            deliver()
+        self._deliver(finished)  # only now: the last completion arrives after the engine has released the model
 
-    def _end(self, alive: bool) -> list[Callable[[], None]]:
-        """Note the end of the thread unless it is `alive`; return the answers to requests cancelled while waiting."""
+    def _end(self, alive: bool) -> list[SampledSequence]:
+        """Note the end of the thread unless it is `alive`; return the requests that were cancelled while waiting."""
         if not alive:
             self._thread = None
             self._lock.notify_all()
         cancelled, self._cancelled = self._cancelled, []
-        return [self._done(s, StopReason.ABORTED) for s in cancelled]
+        return [s.end(StopReason.ABORTED, self._version) for s in cancelled]
 
-    def _serve(self, finished: list[Callable[[], None]]) -> None:
-        """Run steps until nothing runs and nothing may enter. The last step's completions stay in `finished`."""
+    def _serve(self, finished: list[SampledSequence]) -> None:
+        """Run steps as long as somebody waits for a request. The last step's completions stay in `finished`."""
         self._check_weights()
         with sampling_attention(self.model):
-            while self._running or self._has_waiting():
-                while finished:  # deliver now: these need not wait for the sequences that still run
-                    finished.pop()()
+            while self._goes_on(finished):
                 finished += self._step()
-                if self._cancelled:
-                    with self._lock:
-                        finished += self._end(alive=True)
 
-    def _has_waiting(self) -> bool:
-        return bool(self._waiting) and not self._paused
+    def _goes_on(self, finished: list[SampledSequence]) -> bool:
+        """Whether to run another step. If sessions hold the engine, wait for their callers to decide it."""
+        while True:
+            with self._lock:
+                finished += self._end(alive=True)
+                awaited, held = self._is_awaited(), bool(self._sessions) and not self._paused and not self._closed
+                if held and not awaited and not finished:
+                    self._lock.wait()
+                    continue
+            if awaited or held:  # deliver now: these need not wait for the sequences that still run
+                self._deliver(finished)
+            if awaited or not held:
+                return awaited
+
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for a request that runs or may enter."""
+        if self._paused or self._closed:
+            return bool(self._running)
+        return any(s.is_awaited for s in chain(self._running, self._waiting))
+
+    def _deliver(self, finished: list[SampledSequence]) -> None:
+        for sequence in finished:
+            sequence.deliver()
+        with self._lock:  # a session gets all of its requests that ended in a step at once
+            for sequence in finished:
+                if sequence.session is not None:
+                    sequence.session.ended.append(sequence)
+            self._lock.notify_all()
+        finished.clear()
 
     def _check_weights(self) -> None:
         """Drop cached keys and values if the weights changed without a new `version`: they belong to the old ones."""
@@ -282,26 +295,37 @@ class LocalEngine:
         if weights != self._weights:
             self._weights = weights
             self._slots.invalidate()
+            if self._running:  # of a session that was paused
+                raise ValueError("the weights changed while requests were open: change them in `engine.updating(...)`")
 
-    def _step(self) -> list[Callable[[], None]]:
-        """Run one step, or a few; return the completions of the sequences that finished."""
-        entering: list[tuple[_Sequence, int]] = []
+    def _step(self) -> list[SampledSequence]:
+        """Run one step, or a few; return the sequences that finished."""
+        entering: list[tuple[SampledSequence, int]] = []
         try:
-            self._admit(entering)
+            if not self._gathers():
+                self._admit(entering)
             if not entering and self._can_replay():
                 return self._replay()
             return self._pass(entering)
         except Exception as why:  # raised to the callers of these sequences; the thread continues with the waiting ones
             return self._fail([*self._running, *(s for s, _ in entering)], why)
 
-    def _fail(self, sequences: Sequence[_Sequence], why: BaseException) -> list[Callable[[], None]]:
+    def _fail(self, sequences: Sequence[SampledSequence], why: BaseException) -> list[SampledSequence]:
         """Raise `why` to the callers of all running sequences, and empty the cache for the next ones."""
         self._running, self._groups, self._decoder = [], None, None
         self._slots = Slots(len(self._slots.tokens), self.max_length)
         self._cache.release()  # now: the frames in the error's traceback still refer to the cache
-        return [partial(s.future.set_exception, why) for s in sequences]
+        return [s.end(why, self._version) for s in sequences]
 
-    def _admit(self, entering: list[tuple[_Sequence, int]]) -> None:
+    def _gathers(self) -> bool:
+        """Whether the waiting requests do not enter yet, because more should enter with them."""
+        if self._replays >= REPLAYS or not self._can_replay():
+            return False
+        with self._lock:
+            few = len(self._waiting) * FEW < len(self._running)
+            return few and all(s.session is not None for s in self._waiting)
+
+    def _admit(self, entering: list[tuple[SampledSequence, int]]) -> None:
         """Add sequences to `entering`, each with the number of prompt tokens copied from a slot with that prefix."""
         slots, source, target, tokens = self._slots, [], [], 0
         origin: dict[int, int] = {}  # the slot that holds the copied rows of a slot before this pass
@@ -330,49 +354,37 @@ class LocalEngine:
         if source:
             self._cache.copy(self._tensor(np.concatenate(source)), self._tensor(np.concatenate(target)))
 
-    def _pass(self, entering: Sequence[tuple[_Sequence, int]]) -> list[Callable[[], None]]:
+    def _pass(self, entering: Sequence[tuple[SampledSequence, int]]) -> list[SampledSequence]:
         """One forward pass: a token of every running sequence, and the new tokens of the prompts that enter."""
-        running, now = self._running, len(self._running)
-        slots, lengths = [s.slot for s in running], [s.length for s in running]
-        spans = [Span(s.slot, i, 1, s.length - 1) for i, s in enumerate(running)]
-        ids = [np.array([s.tokens[-1] for s in running], np.int64)]
-        positions = [np.array(lengths, np.int64) - 1]
-        rows = [np.array(slots, np.int64) * self.max_length + positions[0]]
-        last, at = list(range(now)), now
-        prompts = []
-        for sequence, shared in entering:
-            new = np.arange(shared, len(sequence.prompt))
-            prompts.append(Span(sequence.slot, at, len(new), shared))
-            ids.append(sequence.prompt[shared:].astype(np.int64))
-            positions.append(new)
-            rows.append(new + sequence.slot * self.max_length)
-            at += len(new)
-            last.append(at - 1)
+        row = FlatRow.of(self._running, entering, self.max_length)
+        slots, lengths = [s.slot for s in self._running], [s.length for s in self._running]
         if self._groups is None and self._device.type == "cpu":
             self._groups = group(slots, lengths, self.max_length, self.model.dtype)
         this = Pass(
             self._cache,
-            self._tensor(np.concatenate(rows)),
-            spans=[*spans, *prompts],
+            self._tensor(row.places),
+            spans=[*row.running, *row.entering],
             groups=() if self._groups is None else self._groups.at(slots, lengths),
-            alone=prompts,
+            alone=row.entering,
         )
-        logits = self.model(
-            input_ids=self._tensor(np.concatenate(ids))[None],
-            position_ids=self._tensor(np.concatenate(positions))[None],
-            attention_mask=None,
-            use_cache=False,
-            logits_to_keep=self._tensor(np.array(last)),
-            memopd_scheme=this,
-        ).logits[0]
+        with nullcontext() if self._fused is None else self._fused.layers():
+            logits = self.model(
+                input_ids=self._tensor(row.ids)[None],
+                position_ids=self._tensor(row.positions)[None],
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=self._tensor(row.last),
+                memopd_scheme=this if self._fused is None else self._fused.opaque(this),
+            ).logits[0]
         self._slots.filled(s.slot for s, _ in entering)
-        everyone = [*running, *(s for s, _ in entering)]
+        everyone = [*self._running, *(s for s, _ in entering)]
         tokens, logprobs = self._draw(everyone, logits)
         if entering:
             self._running, self._groups = sorted(everyone, key=lambda s: s.slot), None
+            self._replays = 0
         return self._take(everyone, [tokens], [logprobs])
 
-    def _draw(self, sequences: Sequence[_Sequence], logits: Tensor) -> tuple[list[int], list[float]]:
+    def _draw(self, sequences: Sequence[SampledSequence], logits: Tensor) -> tuple[list[int], list[float]]:
         """The next token of each sequence, from its own distribution and its own draw."""
         kinds = [s.request.sampling for s in sequences]
         uniform = np.array([s.uniforms.until(len(s.tokens) + 1)[len(s.tokens)] for s in sequences])
@@ -391,10 +403,10 @@ class LocalEngine:
         if self._decoder is None:
             from memopd.engine.local.graphs import Decoder  # imports Triton, which exists only with a GPU
 
-            self._decoder = Decoder(self.model, self._cache)
+            self._decoder = Decoder(self.model, self._cache, self._fused)
         return True
 
-    def _replay(self) -> list[Callable[[], None]]:
+    def _replay(self) -> list[SampledSequence]:
         """A few steps of all running sequences, before the host reads the tokens."""
         from memopd.engine.local.graphs import STEPS, NotCaptured, Row
 
@@ -411,11 +423,12 @@ class LocalEngine:
             log.warning("engine: %s cannot be captured, steps run one by one (%s)", type(self.model).__name__, why)
             self._captures = False
             return self._pass([])
+        self._replays += 1
         return self._take(list(self._running), *sampled)
 
     def _take(
-        self, sequences: Sequence[_Sequence], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
-    ) -> list[Callable[[], None]]:
+        self, sequences: Sequence[SampledSequence], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+    ) -> list[SampledSequence]:
         """Give every sequence its sampled tokens, one list per step, and remove the sequences that end."""
         finished = []
         for i, sequence in enumerate(sequences):
@@ -426,10 +439,10 @@ class LocalEngine:
                         stop = self._take_token(sequence, token[i], logprob[i])
                 if stop is None:
                     continue
-                finished.append(self._done(sequence, stop))
+                finished.append(sequence.end(stop, self._version))
                 self._slots.release(sequence.slot, np.concatenate([sequence.prompt, sequence.tokens]))
             except Exception as why:  # its on_token failed, or its logits were not numbers: the others continue
-                finished.append(partial(sequence.future.set_exception, why))
+                finished.append(sequence.end(why, self._version))
                 # A NaN would spread, even when it is multiplied by 0. A GPU's steps write past a sequence's end.
                 rows = sequence.length if self._device.type == "cpu" else self.max_length
                 self._cache.clear(sequence.slot, rows)
@@ -439,28 +452,13 @@ class LocalEngine:
             self._running, self._groups = [s for s in self._running if s.slot >= 0], None
         return finished
 
-    def _take_token(self, sequence: _Sequence, token: int, logprob: float) -> StopReason | None:
+    def _take_token(self, sequence: SampledSequence, token: int, logprob: float) -> StopReason | None:
         """Add one token. Returns the reason to stop after it, or None."""
         if logprob != logprob:  # NaN; checked first, so that none stays in the cache
             raise ValueError("the model's logits are not numbers: its weights are broken")
         if sequence.cancelled or self._closed:
             return StopReason.ABORTED
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        if sequence.on_token is not None:
-            sequence.on_token(token)
-        if sequence.stops is not None:
-            sequence.stop_state = sequence.stops.after(sequence.stop_state, token)
-        if token in self._ends or sequence.stop_state == FOUND:
-            return StopReason.STOP
-        return StopReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+        return sequence.take(token, logprob, self._ends)
 
     def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The ids that end a completion: those of the model and of the tokenizer."""
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = [*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)]
-    return frozenset(i for i in found if i is not None)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from memopd.types import Floats
 
 _BELOW_ONE = 1 - 2**-50  # so that no product with a total rounds up to that total
+BLOCK = 128  # tokens whose weights are summed first
 _COLDEST = 1e-30  # in float32 a lower temperature would be 0; long before that, the likeliest token is certain
 
 
@@ -52,12 +54,30 @@ def draw(
     scaled /= temperature.clamp(min=_COLDEST).to(scaled.dtype)[:, None]
     if top_k is not None and top_p is not None:
         scaled = _cut(scaled, top_k, top_p)
-    cumulative = scaled.exp().cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # The first token whose cumulative probability exceeds the draw. A token of probability 0 is never the first.
-    token = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
-    token = token.clamp(max=logits.shape[-1] - 1)  # for NaN logits: their log p is NaN, which the caller checks
+    token, total = _first_above(scaled.exp(), uniform[:, None])
     return token[:, 0], (scaled.gather(-1, token) - total.log())[:, 0]
+
+
+def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulative share exceeds the draw, and the total weight: both [B, 1].
+
+    It finds the block of tokens first and then the token in it, because a running sum in float64 over a large
+    vocabulary takes longer than the rest of the draw. A token of weight 0 is never the first.
+    """
+    width = weights.shape[-1]
+    if rest := -width % BLOCK:
+        weights = pad(weights, (0, rest))
+    blocks = weights.unflatten(-1, (-1, BLOCK))
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    total = ends[:, -1:]
+    target = uniform * total
+    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)  # NaN weights would be past it
+    before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp(min=0)), 0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    # Rounding may put the draw at the end of the block's own sum; its last token of positive weight is meant then.
+    target = torch.minimum(target - before, inside[:, -1:] * _BELOW_ONE)
+    token = block * BLOCK + torch.searchsorted(inside, target, right=True)
+    return token.clamp(max=width - 1), total  # for NaN weights: their log p is NaN, which the caller checks
 
 
 def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from memopd.engine.protocol import Completion, Request, Ticket
+from memopd.engine.session import Tickets
 from memopd.engine.vllm import weights as weight_updates
 from memopd.engine.vllm.probe import probe, probe_at_start, read_label
 from memopd.engine.vllm.servers import Fleet, Lost, Server, adapter_of
@@ -115,6 +116,10 @@ class VllmEngine:
             for ticket in tickets:
                 ticket.cancel()
             raise
+
+    def session(self) -> Tickets:
+        """For a caller whose next requests depend on completions, such as an agent."""
+        return Tickets(lambda request: self._submit(request, None, stream=False))
 
     def submit(self, request: Request, on_token: Callable[[int], None] | None = None) -> Ticket:
         return self._submit(request, on_token, stream=True)  # a stream, so that a cancelled request keeps its tokens

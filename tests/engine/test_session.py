@@ -1,0 +1,191 @@
+"""Sessions: what ends together, who enters when, and what is left when one closes."""
+
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from memopd.engine import Completion, Request, Ticket, open_session
+from memopd.engine.local import LocalEngine
+from memopd.engine.local import engine as local_module
+from memopd.engine.session import Tickets
+from memopd.types import Sampling, StopReason
+from memopd.verify.families import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = tiny_model("qwen2")
+    made.generation_config.eos_token_id = None
+    return made
+
+
+def request(seed=0, tokens=4, length=10):  # too short to wait for a prefix that others compute
+    return Request(np.arange(5, 5 + length), seed, Sampling(max_tokens=tokens))
+
+
+def ids(ended):
+    return [r.seed for r, _ in ended]
+
+
+# ---- the local engine
+
+
+def test_each_wait_returns_the_requests_that_ended_in_one_step(model):
+    engine = LocalEngine(model, None, slots=8, max_length=64)
+    with open_session(engine) as session:
+        assert session.wait() == []
+        session.submit([request(i, tokens=n) for i, n in enumerate((7, 3, 7, 3, 5))])
+        assert ids(session.wait()) == [1, 3]
+        session.submit([request(5, tokens=2)])
+        assert ids(session.wait()) == [4, 5]
+        assert ids(session.wait()) == [0, 2]
+        assert session.wait() == []
+
+
+def test_a_session_samples_what_generate_samples(model):
+    engine = LocalEngine(model, None, slots=3, max_length=64)
+    some = [request(i, tokens=3 + i) for i in range(6)]
+    made = {}
+    with open_session(engine) as session:
+        session.submit(some)
+        while ended := session.wait():
+            made |= dict(ended)
+    for one, expected in zip(some, engine.generate(some), strict=True):
+        assert made[one].tokens.tolist() == expected.tokens.tolist()
+
+
+def test_a_bad_request_enters_nothing(model):
+    engine = LocalEngine(model, None, slots=3, max_length=64)
+    with open_session(engine) as session:
+        with pytest.raises(ValueError, match="leaves no room"):
+            session.submit([request(), request(length=64)])
+        assert session.wait() == []
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_closing_cancels_what_runs_and_what_waits(model, waited):
+    engine = LocalEngine(model, None, slots=2, max_length=64)
+    with open_session(engine) as session:
+        session.submit([request(0, tokens=2), request(1, tokens=40), request(2, tokens=40), request(3, tokens=40)])
+        if waited:
+            assert ids(session.wait()) == [0]
+    assert not engine._running
+    assert not engine._waiting
+    assert not engine._sessions
+    assert not [t for t in threading.enumerate() if t.name == "memopd-engine"]
+    assert len(engine.generate([request()])[0].tokens) == 4
+
+
+def test_a_session_holds_up_nobody_else(model):
+    """Its caller does not wait; others are served meanwhile, and its own requests go on beside theirs."""
+    engine = LocalEngine(model, None, slots=4, max_length=64)
+    with open_session(engine) as session:
+        session.submit([request(0, tokens=2), request(1, tokens=6), request(2, tokens=40)])
+        assert ids(session.wait()) == [0]
+        ticket = engine.submit(request(9, tokens=10))
+        assert len(ticket.completion.result(timeout=60).tokens) == 10
+        with engine.updating(4):
+            assert not engine._running
+        session.submit([request(3)])
+        assert ids(session.wait()) == [1, 2]
+        assert [c.policy_version for _, c in session.wait()] == [4]
+
+
+def test_few_prompts_enter_together_after_some_replays(model, monkeypatch):
+    """As on a GPU, with passes in place of graphs. One prompt waits for two replays; others' prompts do not wait."""
+    monkeypatch.setattr(LocalEngine, "_can_replay", lambda self: bool(self._running))
+
+    def replay(self):
+        self._replays += 1
+        steps.append(0)
+        return self._pass([])
+
+    def admitted(self, entering):
+        admit(self, entering)
+        if entering:
+            steps.append(len(entering))
+
+    steps, admit = [], LocalEngine._admit
+    monkeypatch.setattr(LocalEngine, "_replay", replay)
+    monkeypatch.setattr(LocalEngine, "_admit", admitted)
+    engine = LocalEngine(model, None, slots=12, max_length=64)
+    with open_session(engine) as session:
+        session.submit([request(i, tokens=2 if i in (0, 5) else 9, length=5 + i) for i in range(10)])
+        assert ids(session.wait()) == [0, 5]
+        session.submit([request(20, tokens=9)])  # 1 · FEW < 8
+        session.wait()
+        assert steps[:5] == [10, 0, 0, 1, 0]
+    steps.clear()
+    with open_session(engine) as session:
+        session.submit([request(i, tokens=2 if i in (0, 5) else 9, length=5 + i) for i in range(10)])
+        session.wait()
+        session.submit([request(20), request(21)])  # 2 · FEW = 8: not few
+        session.wait()
+        assert steps[:3] == [10, 0, 2]
+    steps.clear()
+    monkeypatch.setattr(local_module, "REPLAYS", 3)
+    with open_session(engine) as session:
+        session.submit([request(i, tokens=2 if i in (0, 5) else 9, length=5 + i) for i in range(10)])
+        session.wait()
+        engine.generate([request(30)])
+        assert steps[:3] == [10, 0, 1]
+
+
+# ---- servers
+
+
+class Server:
+    """Tickets that the test answers."""
+
+    def __init__(self):
+        self.futures, self.cancelled = {}, []
+
+    def submit(self, request):
+        future = self.futures[request.seed] = Future()
+
+        def cancel():
+            self.cancelled.append(request.seed)
+            if not future.done():
+                self.answer(request.seed, StopReason.ABORTED)
+
+        return Ticket(future, cancel)
+
+    def answer(self, seed, stop=StopReason.STOP):
+        self.futures[seed].set_result(Completion(np.array([seed], np.int32), np.zeros(1), stop))
+
+
+def test_servers_completions_come_as_they_end():
+    server = Server()
+    with Tickets(server.submit) as session:
+        assert session.wait() == []
+        session.submit([request(i) for i in range(5)])
+        server.answer(3)
+        server.answer(1)
+        assert [(r.seed, c.tokens.tolist()) for r, c in session.wait()] == [(3, [3]), (1, [1])]
+        threading.Timer(0.05, server.answer, [0]).start()
+        assert ids(session.wait()) == [0]
+        server.futures[2].set_exception(ConnectionError("gone"))
+        with pytest.raises(ConnectionError, match="gone"):
+            session.wait()
+    assert server.cancelled == [4]
+
+
+# ---- an engine with nothing but `generate`
+
+
+def test_an_engine_without_sessions_samples_batch_after_batch():
+    class Plain:
+        def generate(self, requests):
+            batches.append(ids((r, None) for r in requests))
+            return [Completion(np.array([r.seed], np.int32), None, StopReason.STOP) for r in requests]
+
+    batches = []
+    with open_session(Plain()) as session:
+        assert session.wait() == []
+        session.submit([request(0), request(1)])
+        session.submit([request(2)])
+        assert ids(session.wait()) == [0, 1, 2]
+        session.submit([request(3)])
+    assert batches == [[0, 1, 2]]
