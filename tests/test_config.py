@@ -31,7 +31,8 @@ def test_every_shipped_one_loads(path):
 
 
 def test_few_knobs():
-    assert sum(len(dataclasses.fields(section())) for section in SECTIONS.values()) <= 70
+    """A new setting should replace one, or be worth a line of every user's attention."""
+    assert sum(len(dataclasses.fields(section())) for section in SECTIONS.values()) <= 75
 
 
 def test_the_paper_settings():

@@ -119,6 +119,9 @@ class SamplingConfig:
     temperature: PositiveNumber = Field(default=1.0, description="the sampling temperature")
     max_tokens: Positive = Field(default=1000, description="the most tokens per response")
     batch: Positive = Field(default=64, description="episodes that run at once")
+    fused: Flag = Field(
+        default=True, description="sampling in this process on a GPU: compile the layers, half a minute at the start"
+    )
     replay: Text = Field(default="", description="a store of recorded episodes to train on instead of sampling")
 
 

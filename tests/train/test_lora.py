@@ -3,6 +3,7 @@
 import shutil
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,6 +209,27 @@ def test_the_engine_samples_from_the_very_model_with_the_students_adapter():
         state = {name: value.clone() for name, value in policy.model.state_dict().items()}
         policy.engine.update(state, 2)
         assert policy.engine.version == 2
+    finally:
+        policy.engine.close()
+
+
+def test_the_engine_samples_from_a_leaner_copy_of_the_adapted_layers(monkeypatch):
+    """As it does on a GPU. The copy follows the adapter and does not change it."""
+    learner = build(settings(**shared_teacher()), CPU)
+    limits = {"tasks.max_context": "200", "sampling.max_tokens": "20"}
+    monkeypatch.setattr("memopd.train.engines.DEVICES", ("cpu",))
+    policy = LocalPolicy(load_config(shop() / "config.toml", limits), learner.student, word_tokenizer(), Path())
+    assert policy.model is not learner.student.model
+    try:
+        assert sampled_gap(learner, policy, 0) < 1e-4
+        addresses = [p.data_ptr() for p in policy.model.parameters()]
+        one_update(learner)
+        stale = sampled_gap(learner, SimpleNamespace(refresh=lambda _: None, engine=policy.engine), 1)
+        assert stale > 1e-3
+        before = {name: p.clone() for name, p in learner.student.model.named_parameters()}
+        assert sampled_gap(learner, policy, 2) < 1e-4
+        assert [p.data_ptr() for p in policy.model.parameters()] == addresses
+        assert all(torch.equal(p, before[name]) for name, p in learner.student.model.named_parameters())
     finally:
         policy.engine.close()
 

@@ -30,17 +30,20 @@ from memopd.train.advantages import (
     token_rewards,
     whiten,
 )
+from memopd.train.later import maybe_later, unknown
 from memopd.train.losses import outside, policy_loss
 
 SETTING = "optimise.algorithm"
 UNITS = ("token", "call", "episode")
 
 
-@dataclass(frozen=True, slots=True)
+@maybe_later("logp_old", "logp_ref")
+@dataclass(frozen=True)
 class Experience:
     """All sampled tokens of a step (D tokens, in E episodes with C calls), and their rewards, on the CPU.
 
-    In order: episode after episode, call after call, token after token, without context and observations.
+    In order: episode after episode, call after call, token after token, without context and observations. With
+    optimise.reference = 0, reading `logp_old` or `logp_ref` costs a scoring pass that nothing else needs.
     """
 
     logp_old: Tensor  # [D] log-probability under the policy at the beginning of the step
@@ -56,12 +59,14 @@ class Experience:
 
     @property
     def penalty(self) -> Tensor:
-        """[D] [ℓ_old − ℓ_ref]₊: how much likelier each token is than under the reference."""
+        """[D] [ℓ_old − ℓ_ref]₊: how much likelier each token is than under the reference. Zero without a reference."""
+        if unknown(self, "logp_old") is not None:  # then logp_ref is logp_old, and zero needs no scoring pass
+            return torch.zeros_like(self.value)
         return reference_penalty(self.logp_old, self.logp_ref)
 
     def rewards(self, beta: float = 0.0) -> Tensor:
         """[D] r̃: rewards at the tokens that earned them, minus β times the penalty at every token."""
-        penalty = self.penalty if beta else torch.zeros_like(self.logp_old)
+        penalty = self.penalty if beta else torch.zeros_like(self.value)
         return token_rewards(penalty, beta, self.last, self.task_reward, self.call_last, self.call_reward)
 
     @property

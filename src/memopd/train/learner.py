@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ class Learner:
         if self.critic is not None and self.critic_optimiser is not None:
             found |= trained_tensors("critic", self.critic, self.critic_optimiser)
         return found
+
+    def restore(self, folder: Path | None) -> None:
+        """Continue from a checkpoint; without one, from the start."""
+        checkpoint.restore(folder, self.tensors())
+        for root in (self.student, self.critic):
+            if root is not None:
+                root.publish()
 
 
 def build(config: RunConfig, device: torch.device) -> Learner:
@@ -123,7 +131,9 @@ def export_model(output: Path, root: PolicyRoot, tokenizer: Any) -> None:
     first = ranks.rank() == 0
     weights = {name: value.cpu() for name, value in whole_weights(root) if first}
     if first:
-        with whole_folder(output / "model") as folder:
+        # `save_pretrained` writes the precision of the model's weights to config.json, and the masters are exported.
+        precise = nullcontext() if root.masters is None else root.masters.in_model()
+        with whole_folder(output / "model") as folder, precise:
             tokenizer.save_pretrained(folder)
             try:
                 root.model.save_pretrained(folder, state_dict=weights)

@@ -26,6 +26,7 @@ from memopd.models.load import backbone
 from memopd.models.support import sharing
 from memopd.score import Head, Target, decision_states, head_of, score
 from memopd.train import ranks
+from memopd.train.masters import Masters
 
 
 class Base(nn.Module):
@@ -54,6 +55,11 @@ class Root(nn.Module):
         # As the optimiser sees them: only this rank's rows if sharded.
         self.weights: dict[str, Tensor] = {}  # those that are trained; of a frozen model all
         self.frozen: dict[str, Tensor] = {}  # those of the base below a trained adapter
+        self.host: list[
+            tuple[Tensor, Tensor]
+        ] = []  # while `on_device`: the parameters and their weights in host memory
+        self.uses = 0  # of `on_device`
+        self.masters: Masters | None = None  # of a model that computes in another precision than it is trained in
 
     def forward(self, *arguments: Any) -> Any:
         if self.base is None:
@@ -62,6 +68,11 @@ class Root(nn.Module):
 
     def run(self, *arguments: Any) -> Any:
         raise NotImplementedError
+
+    def publish(self) -> None:
+        """Make the model compute with `weights` after they changed."""
+        if self.masters is not None:
+            self.masters.publish()
 
     def activate(self) -> None:
         """Make the model compute with this root's adapter, for those who run it without the root."""
@@ -99,10 +110,9 @@ def master_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool) -> Any:
-    """Make a model ready to train, or freeze it. Shards it over several ranks, or if the master weights have another
-    precision.
+    """Make a model ready to train, or freeze it. Shards it over several ranks.
 
-    A frozen model that is not sharded stays in host memory, and is on the device only while it scores (`on_device`).
+    A frozen model that is not sharded starts in host memory; `on_device` puts it on the device to score.
     """
     model, dtype = root.model, getattr(torch, config.dtype)
     _no_dropout(model)
@@ -115,17 +125,24 @@ def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool)
         root.to(device)
     if isinstance(root, PolicyRoot):
         head_of(model)  # checks the head against the model's own logits, before the weights are sharded
-    if ranks.world() > 1 or (trained and dtype != master_dtype(config)):
-        layers = _layers(model)
-        ranks.ensure_group(device)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(config))
-        for layer in layers:
-            fully_shard(layer, mp_policy=policy)
-        if isinstance(root, ValueRoot):  # half precision has too few digits for a value, so its head stays precise
-            fully_shard(model.score, mp_policy=MixedPrecisionPolicy(param_dtype=master_dtype(config)))
-        fully_shard(root, mp_policy=policy)
-    root.weights = dict(model.named_parameters())
+    # Half precision has too few digits for a value, so the critic's head stays precise.
+    precise = {f"score.{name}" for name, _ in model.score.named_parameters()} if isinstance(root, ValueRoot) else set()
+    if ranks.world() > 1:
+        _shard(root, dtype, master_dtype(config), bool(precise))
+    elif trained and dtype != master_dtype(config):
+        root.masters = Masters(model, dtype, precise)
+    root.weights = dict(model.named_parameters()) if root.masters is None else root.masters.weights
     return root
+
+
+def _shard(root: Root, dtype: torch.dtype, master: torch.dtype, has_value_head: bool) -> None:
+    """FSDP2 with mixed precision: weights and their gradients are in `master`, passes in `dtype`."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master)
+    for layer in _layers(root.model):
+        fully_shard(layer, mp_policy=policy)
+    if has_value_head:
+        fully_shard(root.model.score, mp_policy=MixedPrecisionPolicy(param_dtype=master))
+    fully_shard(root, mp_policy=policy)
 
 
 def prepare_base(base: Base, config: ModelConfig, device: torch.device) -> None:
@@ -153,25 +170,42 @@ def prepare_base(base: Base, config: ModelConfig, device: torch.device) -> None:
 def _layers(model: Any) -> Any:
     """The layers that FSDP gathers one by one. Raises an error that says what to do if it cannot."""
     name = type(model).__name__
-    if ranks.world() > 1 and not (can := sharing(model)).shared:
+    if not (can := sharing(model)).shared:
         # With one pass per call, ranks with different numbers of calls would wait for each other for ever.
         raise ValueError(f"{name} runs every call by itself ({can.reason}), which works on one rank only: train on one")
     layers = getattr(backbone(model), "layers", None)
     if layers is None:
-        raise ValueError(f"{name} has no list of layers to shard: train it on one rank, with model.dtype float32")
+        raise ValueError(f"{name} has no list of layers to shard: train it on one rank")
     return layers
+
+
+MARGIN = 0.1  # of a GPU's memory, which later updates may need beyond those so far
 
 
 @contextmanager
 def on_device(root: Root, device: torch.device) -> Iterator[None]:
-    """Puts a frozen model on `device` inside the block. Its weights do not change, so none are copied back."""
-    before = [(p, p.data) for p in root.parameters() if p.device != device]
+    """Puts a frozen model on `device` inside the block. Its weights do not change, so none are copied back.
+
+    From its second use on, when an update has shown what it needs, the model stays there while there is room for it.
+    """
+    root.host = root.host or [(p, p.data) for p in root.parameters() if p.device != device]
     root.to(device)
     try:
         yield
     finally:
-        for parameter, weights in before:
-            parameter.data = weights
+        root.uses += 1
+        size = sum(weights.nbytes for _, weights in root.host)
+        if root.host and (root.uses == 1 or not has_room(device, size)):
+            for parameter, weights in root.host:
+                parameter.data = weights
+            root.host = []
+
+
+def has_room(device: torch.device, size: int) -> bool:
+    """Whether the largest need of memory so far left `size` bytes free, and a margin."""
+    free, total = torch.cuda.mem_get_info(device)
+    ours = free + torch.cuda.memory_reserved(device)  # what other processes leave to this one
+    return ours - torch.cuda.max_memory_allocated(device) >= size + MARGIN * total
 
 
 def teacher_head(model: Any, device: torch.device) -> Head:
@@ -211,7 +245,7 @@ def copy_weights(root: Root, model: Any, frozen: bool = True) -> None:
     targets = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in (root.weights | (root.frozen if frozen else {})).items():
-            targets[name].copy_(_whole(value))
+            targets[name].copy_(_whole(value))  # one by one: all of them whole at once would be another model in memory
 
 
 def _no_dropout(model: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from memopd.train.batch import Work
 
@@ -36,12 +35,6 @@ def joined() -> Iterator[torch.device]:
             stop()
         raise
     stop()
-
-
-def ensure_group(device: torch.device) -> None:
-    """Create a process group if there is none: sharding needs one even if a single process keeps master weights."""
-    if not dist.is_initialized():
-        dist.init_process_group(_backend(device.type == "cuda"), store=HashStore(), rank=0, world_size=1)
 
 
 def stop() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +15,9 @@ from memopd.compile import Packed
 from memopd.score import Divergence, Head, Target, reverse_kl
 from memopd.train import ranks
 from memopd.train.batch import Bools, Ints, MiniBatch, Work, parts_of
+from memopd.train.later import Later, maybe_later
 from memopd.train.learner import Learner
-from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, on_device
+from memopd.train.models import PolicyRoot, StatesRoot, ValueRoot, master_dtype, on_device
 from memopd.types import Ids
 
 
@@ -32,43 +35,54 @@ class Guide:
         return Target(self.head, self.states[int(work.place[0])], self.measure)
 
 
-@dataclass(frozen=True, slots=True)
+@maybe_later("logp_old", "logp_ref")
+@dataclass(frozen=True)
 class Scored:
     """One mini-batch. All [D], in host memory."""
 
-    logp_old: Tensor
-    logp_ref: Tensor
+    logp_old: Tensor  # without a reference it is unknown before the update
+    logp_ref: Tensor  # without a reference the same as logp_old
     value: Tensor
-    thinking: Bools
+    thinking: Bools  # all False without a teacher, which alone asks for it
 
 
 def score_batches(
     learner: Learner, batches: list[MiniBatch], decode: Callable[[Ids], str]
 ) -> tuple[list[Scored], list[Guide | None]]:
-    """One model after the other over all mini-batches, so that a frozen model is on the device only while it scores."""
+    """One model after the other over all mini-batches, so that a frozen model need be on the device only once.
+
+    Rewards need π_old only to compare it with a reference. If there is none, π_old is left to `update`, whose first
+    forward pass computes it anyway.
+    """
     temperature, teacher = learner.config.sampling.temperature, learner.config.teacher
-    old = [policy_scores(learner.student, b, temperature) for b in batches]
-    ref, value = old, [torch.zeros_like(o) for o in old]
-    if learner.reference is not None:
+    old: list[Any]
+    ref: list[Any]
+    if learner.reference is None:
+        old = ref = [Later(partial(policy_scores, learner.student, b, temperature)) for b in batches]
+    else:
+        old = [policy_scores(learner.student, b, temperature) for b in batches]
         with on_device(learner.reference, learner.device):
             ref = [policy_scores(learner.reference, b, temperature) for b in batches]
+    value = [torch.zeros(len(b), dtype=master_dtype(learner.config.model)) for b in batches]
     if learner.critic is not None:
         value = [values(learner.critic, b) for b in batches]
-    thinking = [parts_of(b, decode) for b in batches]
+    thinking = [np.zeros(len(b), np.bool_) for b in batches]
     guides: list[Guide | None] = [None] * len(batches)
     if learner.teacher is not None and learner.head is not None:
         states = exact_states if teacher.state == "aligned" else persistent_states
         with on_device(learner.teacher, learner.device):
-            guides = [
-                Guide(
-                    learner.head,
-                    states(learner.teacher, b),
-                    teacher_mask(t, teacher.mask),
-                    torch.zeros(len(b), device=learner.device),
-                    learner.divergence,
-                )
-                for b, t in zip(batches, thinking, strict=True)
-            ]
+            found = [states(learner.teacher, b) for b in batches]
+            thinking = [parts_of(b, decode) for b in batches]  # by the host, while a GPU computes the states
+        guides = [
+            Guide(
+                learner.head,
+                held,
+                teacher_mask(t, teacher.mask),
+                torch.zeros(len(b), device=learner.device),
+                learner.divergence,
+            )
+            for b, held, t in zip(batches, found, thinking, strict=True)
+        ]
     return [Scored(*columns) for columns in zip(old, ref, value, thinking, strict=True)], guides
 
 

@@ -74,6 +74,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
             )
         optimiser = adamw(root, s.lr, config.optimise.weight_decay)
         checkpoint.restore(run.checkpoint, trained_tensors("student", root, optimiser))
+        root.publish()
         batches = plan(load_examples(s.episodes, s.keep, decode, budget), s, steps, every.seed)
         dev = load_examples(s.dev, (), decode, budget, DEV_EPISODES)
         sampler = Sampler(config, root, tokenizer, output) if evaluated else None

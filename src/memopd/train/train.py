@@ -30,7 +30,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
     check_parts(config.tasks, needs_index=not config.sampling.replay)
     with ranks.joined() as device, closing(open_run(output, config, resume)) as run:
         learner = build(config, device)
-        checkpoint.restore(run.checkpoint, learner.tensors())
+        learner.restore(run.checkpoint)
         tokenizer = load_tokenizer(config.model.student)
         decode, every, steps = codec_of(tokenizer).decode, config.run, config.optimise.steps
         metrics: dict[str, float] = {}

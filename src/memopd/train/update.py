@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from memopd.config import OptimiseConfig
+from memopd.models.device import to_device
 from memopd.train import ranks
 from memopd.train.algorithms import SETTING, Algorithm, Tokens, clipped_tokens, unit_of
 from memopd.train.batch import MiniBatch, Work
+from memopd.train.later import unknown
 from memopd.train.learner import Learner
 from memopd.train.losses import approximate_kl, distillation_loss, entropy_bonus, value_loss
-from memopd.train.models import Root, ValueRoot
+from memopd.train.models import Root, ValueRoot, master_dtype
 from memopd.train.scoring import Guide
 from memopd.train.terms import Terms
 
@@ -31,7 +33,11 @@ def update(
         set_learning_rate(learner.critic_optimiser, rate)
     made: list[dict[str, float]] = []
     for epoch in range(o.epochs):
-        for i in np.random.default_rng([config.run.seed, step, epoch]).permutation(len(batches)):
+        order = np.random.default_rng([config.run.seed, step, epoch]).permutation(len(batches))
+        if epoch == 0:
+            for i in order[1:]:
+                _ = terms[i].logp_old  # computed now if it is unknown: the weights move after the first mini-batch
+        for i in order:
             measured = update_actor(learner, batches[i], terms[i], guides[i], keep=epoch == 0)
             if learner.critic is not None and learner.critic_optimiser is not None:
                 measured |= update_critic(learner.critic, learner.critic_optimiser, batches[i], terms[i], o)
@@ -57,10 +63,12 @@ def update_actor(
     device = next(root.parameters()).device
     known = terms.to(device)
     mask = guide.mask.to(device) if guide is not None else known.thinking
+    later = unknown(terms, "logp_old")  # in the first step, π_old is what this pass computes
+    found = torch.zeros(D, dtype=master_dtype(config.model), device=device)
     # Sums stay on the device until the last pack is launched, because reading one makes the host wait for it.
     sums, ratio_error = torch.zeros(7, dtype=torch.float64, device=device), torch.zeros((), device=device)
     for work, is_real in ranks.deal(batch.work):
-        place = torch.as_tensor(work.place, device=device)
+        place = to_device(work.place, device)
         target = guide.target(work) if guide is not None and D_T and is_real else None
         logp, entropy, *divergence = root(work.packed, config.sampling.temperature, target)
         tokens = tokens_of(batch, work, known, logp, entropy)
@@ -74,12 +82,16 @@ def update_actor(
         if not is_real:
             continue
         with torch.no_grad():
+            if later is not None:
+                found[place] = logp.to(found)
             if keep and guide is not None and guide.divergence is not None:
                 guide.divergence[place] = kl.to(guide.divergence)
             clipped, k3 = clipped_tokens(algorithm, tokens).sum(), approximate_kl(logp, tokens.logp_old)
             kl_think = distillation_loss(kl, known.thinking[place])
             sums += torch.stack([ppo, H, clipped, k3, opd, kl_think, kl.sum() - kl_think]).double()
             ratio_error = torch.maximum(ratio_error, (logp - tokens.logp_old).expm1().abs().max())
+    if later is not None:
+        later.value = ranks.total(found).cpu()
     counts = {"loss_ppo": units, "entropy": D, "clip_fraction": D, "approx_kl": D}
     if guide is not None:
         counts |= {"loss_opd": D_T, "teacher_kl_think": D_think, "teacher_kl_action": D - D_think}
@@ -92,9 +104,12 @@ def update_actor(
 def tokens_of(batch: MiniBatch, work: Work, known: Terms, logp: Tensor, entropy: Tensor) -> Tokens:
     """The argument of the algorithm's loss, for one pack."""
     _, call, size = batch.calls_in(work)
-    place, at, sizes = (torch.as_tensor(array, device=logp.device) for array in (work.place, call, size))
-    old, ref, advantage = (values[place].to(logp) for values in (known.logp_old, known.logp_ref, known.advantage))
-    return Tokens(logp, entropy, old, ref, advantage, at, sizes)
+    place, at, sizes = (to_device(array, logp.device) for array in (work.place, call, size))
+    if unknown(known, "logp_old") is not None:
+        old = ref = logp.detach()
+    else:
+        old, ref = (values[place].to(logp) for values in (known.logp_old, known.logp_ref))
+    return Tokens(logp, entropy, old, ref, known.advantage[place].to(logp), at, sizes)
 
 
 def summed(algorithm: Algorithm, tokens: Tokens) -> Tensor:
@@ -118,7 +133,7 @@ def update_critic(
     known_old, known_target = terms.value_old.to(device), terms.target.to(device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for work, is_real in ranks.deal(batch.work):
-        place = torch.as_tensor(work.place, device=device)
+        place = to_device(work.place, device)
         value = root(work.packed)
         loss = value_loss(value, known_old[place].to(value), known_target[place].to(value), config.value_clip)
         backward(loss / D, is_real)
@@ -143,6 +158,7 @@ def clipped_step(root: Root, optimiser: torch.optim.Optimizer, max_norm: float, 
             "taken; lower the learning rate, and see metrics.jsonl for what grew; the last checkpoint is intact"
         )
     optimiser.step()
+    root.publish()
     optimiser.zero_grad(set_to_none=True)
     return float(norm)
 
