@@ -260,7 +260,7 @@ def test_without_ahead_there_is_no_word_of_it(tmp_path):
 
 
 def test_killed_with_a_batch_in_flight(tmp_path):
-    """SIGKILL in the third step, while the batch of the fourth is sampled. The checkpoint is that of two steps. The batch
+    """SIGKILL in the third step, while the batch of the fourth is sampled. The checkpoint is of two steps. The batch
     of the third is in a file, because the policy of one update, which sampled it, is gone."""
     whole, _ = undisturbed()
     run, lost = tmp_path / "run", tmp_path / "lost"
