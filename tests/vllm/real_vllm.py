@@ -207,6 +207,14 @@ class Talk:
         return Outcome(brevity(task, responses))
 
 
+class SlowTool(Talk):
+    """The same with a tool that takes a twentieth of a second, as a search over a network does."""
+
+    def step(self, live):
+        time.sleep(0.05)
+        return super().step(live)
+
+
 def brevity(task, responses) -> float:
     """A reward that an untrained policy earns in part."""
     return 1.0 / (1 + sum(map(len, responses)) / 100)
