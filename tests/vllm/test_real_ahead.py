@@ -18,6 +18,7 @@ from memopd.record import read_episodes
 from memopd.train.log import read_metrics
 
 TALK = ("--tasks.environment", "real_vllm:Talk")  # several calls per episode, although the policy knows no protocol
+SLOW = ("--tasks.environment", "real_vllm:SlowTool")  # so that batches are in flight when the weights change
 
 
 def ended(run, *processes):
@@ -125,7 +126,7 @@ def test_killed_with_a_batch_in_flight_and_resumed(server, first, searchable, tm
 def test_two_batches_ahead_on_two_ranks(server, first, searchable, tmp_path):
     """The servers get new weights while both ranks sample: every call is of one policy, at most two updates old."""
     run, steps = tmp_path / "run", 5
-    options = ("--sampling.ahead", "2", "--optimise.steps", str(steps), "--sampling.batch", "2", *TALK)
+    options = ("--sampling.ahead", "2", "--optimise.steps", str(steps), "--sampling.batch", "2", *SLOW)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         start_training(searchable, first[0], server.url, run, *options, **place, RANK=str(r), LOCAL_RANK=str(r))
