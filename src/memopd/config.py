@@ -19,7 +19,16 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic.dataclasses import dataclass
 
 from memopd import schema
@@ -37,6 +46,17 @@ def _no_dropout(value: float) -> float:
         raise ValueError(
             f"must be 0, got {value}: packed calls share rows, which would share a mask, and PPO's ratios would "
             "compare two different masks"
+        )
+    return value
+
+
+def _only_with_servers(value: int, info: ValidationInfo) -> int:
+    """Check sampling.ahead against the other settings of its section."""
+    if value and info.data.get("replay"):
+        raise ValueError("must be 0 with sampling.replay: recorded episodes are not sampled")
+    if value and not info.data.get("servers"):
+        raise ValueError(
+            "needs sampling.servers: in one process, sampling and training take turns on the same device and weights"
         )
     return value
 
@@ -123,6 +143,9 @@ class SamplingConfig:
         default=True, description="sampling in this process on a GPU: compile the layers, half a minute at the start"
     )
     replay: Text = Field(default="", description="a store of recorded episodes to train on instead of sampling")
+    ahead: Annotated[Whole, AfterValidator(_only_with_servers)] = Field(
+        default=0, description="with servers: batches to sample while others train, each at most so many updates stale"
+    )
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)

@@ -727,6 +727,48 @@ def test_nobody_samples_with_weights_that_are_not_verified(fakes, connect, check
     assert engine.generate(some(2)[1:])[0].policy_version == 3
 
 
+def test_while_one_thread_updates_the_requests_of_others_wait(fakes, connect, checkpoint):
+    """A request that is open ends first, with the old weights. One that comes in between gets the new ones."""
+    fakes[0].before = lambda body: None if go_on.wait(30) else {}
+    go_on, updating = threading.Event(), threading.Event()
+    engine = connect(fakes[0], weights=checkpoint, version=1, timeout=30)
+    go_on.set()
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    go_on.clear()
+    first, second, third = some(3)
+    versions = {}
+
+    def sample(name, request):
+        versions[name] = engine.generate([request])[0].policy_version
+
+    def update():
+        with engine.updating():
+            versions["then"] = dict(versions)
+            updating.set()
+            engine.update(checkpoint, version=2)
+            with pytest.raises(ValueError, match="not verified"):  # the thread that updates must verify, as ever
+                engine.generate([third])
+            engine.verify(agree, [[1, 2]], tolerance=1e-6)
+
+    threads = [threading.Thread(target=sample, args=("open", first)), threading.Thread(target=update)]
+    threads[0].start()
+    while not engine._fleet.servers[0].outstanding:
+        time.sleep(0.005)
+    threads[1].start()
+    while engine._fleet._running:
+        time.sleep(0.005)
+    threads.append(threading.Thread(target=sample, args=("later", second)))
+    threads[2].start()
+    assert not updating.wait(0.1)  # the first request is still open
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert versions == {"then": {"open": 1}, "open": 1, "later": 2}
+    with engine.updating():
+        pass  # a block without an update changes nothing
+    assert engine.generate([third])[0].policy_version == 2
+
+
 def test_a_score_of_the_wrong_length_is_said(fakes, connect):
     engine = connect()
     with pytest.raises(ValueError, match="score: 1 results for 2 pairs"):

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memopd.score.head import Head
 from memopd.score.vocabulary import reference_scores
@@ -11,6 +13,7 @@ from memopd.train.losses import (
     approximate_kl,
     distillation_loss,
     entropy_bonus,
+    importance_weights,
     outside,
     policy_loss,
     value_loss,
@@ -34,6 +37,25 @@ def test_policy_loss_and_where_its_gradient_stops():
     loss.backward()
     # dϱ/dℓ = ϱ, so −ϱA where the ratio itself is the minimum, and 0 where the clip is.
     assert logp.grad.tolist() == pytest.approx([0.0, 3.0, -1.0, 0.0, -3.3])
+
+
+def test_importance_weights_are_truncated_ratios():
+    # π_old / μ = 0.5 / 0.25 = 2, the limit itself;  0.1 / 0.4 = ¼;  0.9 / 0.3 = 3, cut to 2;  the same policy: 1
+    old = tensor(LOG(0.5), LOG(0.1), LOG(0.9), LOG(0.7), requires_grad=True)
+    weights = importance_weights(old, tensor(LOG(0.25), LOG(0.4), LOG(0.3), LOG(0.7)))
+    assert weights.tolist() == pytest.approx([2.0, 0.25, 2.0, 1.0])
+    assert not weights.requires_grad
+
+
+@given(st.lists(st.tuples(*[st.floats(-3, 3)] * 4), min_size=1, max_size=5))
+def test_a_weighted_advantage_is_a_weighted_loss(drawn):
+    """So the weights need no place of their own in an algorithm: −min(ϱwA, clip(ϱ)wA) = −w·min(ϱA, clip(ϱ)A)."""
+    logp, old, sampled, advantage = torch.tensor(drawn, dtype=torch.float64).T
+    weights = importance_weights(old, sampled)
+    each = [policy_loss(*(v[None] for v in token), 0.2, 0.28) for token in zip(logp, old, advantage, strict=True)]
+    expected = sum(w * loss for w, loss in zip(weights, each, strict=True))
+    found = policy_loss(logp, old, weights * advantage, 0.2, 0.28)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-9)
 
 
 def test_the_upper_clip_may_be_another():

@@ -1,21 +1,19 @@
 """Where episodes come from: recorded ones, the policy itself, servers with its weights."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from command import memopd
 from live import policy, world
+from served import Servers
 from tiny import recorded, workshop
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from memopd.agent import Observation, Outcome
 from memopd.compile import persistent_history
 from memopd.config import load_config
-from memopd.engine.local import LocalEngine
-from memopd.engine.protocol import Request
 from memopd.engine.vllm.engine import StaleWeights
 from memopd.record import read_episodes, write_episodes
 from memopd.train import engines
@@ -159,39 +157,6 @@ def test_the_policy_samples_as_it_is_now(sampler):
     after = source.episodes(1)
     assert [e.calls[0].prompt.tolist() for e in before] == [e.calls[0].prompt.tolist() for e in after]
     assert [e.calls for e in before] != [e.calls for e in after]
-
-
-class Servers:
-    """What ServedPolicy asks of VllmEngine, with a model of its own behind it."""
-
-    deaf = False  # a server that keeps the weights it was started with
-
-    def __init__(self, urls, tokenizer, *, folder: Path) -> None:
-        self.urls, self.folder = urls, folder
-        self.model = AutoModelForCausalLM.from_pretrained(policy() / "model").eval()
-        self.engine = LocalEngine(self.model, tokenizer, slots=8, max_length=1024)
-        self.verified = 0
-
-    def update(self, weights, version):
-        named = dict(self.model.named_parameters())
-        assert weights.keys() == named.keys()
-        if not self.deaf:
-            self.engine.update(weights, version)
-
-    def verify(self, score, prompts, *, tolerance, sampling):
-        requests = [Request(p, seed=i, sampling=sampling) for i, p in enumerate(prompts)]
-        answers = self.engine.generate(requests)
-        ours = score([(r.prompt, a.tokens) for r, a in zip(requests, answers, strict=True)], sampling.temperature)
-        gap = max(np.abs(o - a.logprobs).max() for o, a in zip(ours, answers, strict=True))
-        if not gap <= tolerance:
-            raise StaleWeights("http://one", 1, gap, tolerance)
-        self.verified += 1
-
-    def generate(self, requests):
-        return self.engine.generate(requests)
-
-    def close(self):
-        self.engine.close()
 
 
 def test_servers_get_the_weights_of_every_update_and_are_verified(sampler, monkeypatch):

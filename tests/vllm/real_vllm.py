@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from memopd.agent import Observation, Outcome
 from memopd.agent.protocol import INSTRUCTIONS
 
 PYTHON = os.environ.get("MEMOPD_VLLM_PYTHON")
@@ -170,14 +171,48 @@ state = "none"
 """
 
 
-def train(folder, student, server, output, more=""):
-    """Two steps of `memopd train` that sample from a server. `more` is added to the configuration."""
+def start_training(folder, student, server, output, *options, more="", **environment):
+    """`memopd train` that samples from a server, two steps unless an option says otherwise."""
     config = output.with_suffix(".toml")
     config.write_text(CONFIG.format(folder=folder, student=student, server=server) + more)
     modules = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules}
-    line = [*MEMOPD, "train", config, "--output", output]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules, **environment}
+    line = [*MEMOPD, "train", config, "--output", output, *options]
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train(folder, student, server, output, more=""):
+    """The same, to its end. `more` is added to the configuration."""
+    process = start_training(folder, student, server, output, more=more)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def requests_running(server) -> float:
+    """How many requests the server works on, as it says itself."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
+class Talk:
+    """An environment of four calls per episode, whatever the policy says."""
+
+    def start(self, task):
+        return Observation(f"Say {task.id}")
+
+    def step(self, live):
+        return [Observation("Again." if len(p.responses) < 4 else None) for p in live]
+
+    def grade(self, task, responses):
+        return Outcome(brevity(task, responses))
+
+
+class SlowTool(Talk):
+    """The same with a tool that takes a twentieth of a second, as a search over a network does."""
+
+    def step(self, live):
+        time.sleep(0.05)
+        return super().step(live)
 
 
 def brevity(task, responses) -> float:

@@ -53,6 +53,11 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "Is it scored as it was sampled?": (
         Chart("sampler_gap", "Gap to the sampler", "Mean |Δ log p| between sampler and trainer for the same token."),
         Chart("sampler_gap_p99", "Gap to the sampler, p99", "99 of 100 tokens have a smaller gap."),
+        Chart("staleness", "Staleness", "Updates between the policy that sampled a call and the one that it trains."),
+        Chart("staleness_max", "Staleness, largest", "Of all calls of the step. It is at most sampling.ahead."),
+        Chart("importance_weight", "Importance weight", "Mean of p now / p when sampled, truncated. 1: no drift."),
+        Chart("truncated", "Truncated weights", "Share of tokens whose importance weight was cut to its upper limit."),
+        Chart("sampled_again", "Sampled again", "Episodes that were lost with a killed run, and sampled again."),
         Chart("first_ratio_error", "First ratio's error", "max |ratio − 1| before the first update: it must be ~0."),
     ),
     "What does it cost?": (

@@ -9,6 +9,10 @@ An algorithm is a class with `needs_critic`, `credit` and `loss` (`Algorithm`). 
 constructor may have any setting of [optimise] as a parameter. You name your own by `optimise.algorithm =
 "module:Class"`; examples/own_algorithm.py is an example. The caller adds entropy and the teacher's term, and takes care
 of packs, accumulation and ranks.
+
+With sampling.ahead > 0, older policies sampled the tokens. The caller then multiplies each token's advantage by its
+truncated importance weight w (`losses.importance_weights`), after `credit` and before `loss`. This multiplies the
+token's loss by w, because w ≥ 0: min(ϱwA, clip(ϱ)wA) = w·min(ϱA, clip(ϱ)A). GSPO gives a call the mean of w·A.
 """
 
 from __future__ import annotations
@@ -93,7 +97,7 @@ class Tokens:
     entropy: Tensor  # [d] of the policy, also differentiable
     logp_old: Tensor  # [d]
     logp_ref: Tensor  # [d]
-    advantage: Tensor  # [d] from `credit`
+    advantage: Tensor  # [d] from `credit`; with sampling.ahead > 0 times the importance weight of the token
     call: Tensor  # [d] the call of each token, 0 .. c − 1
     call_size: Tensor  # [c] tokens of each call
 

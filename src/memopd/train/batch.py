@@ -56,6 +56,14 @@ class MiniBatch:
         """The number of rows that independent calls would need."""
         return sum(map(path_length, self.calls))
 
+    @property
+    def logp_sampled(self) -> Floats:
+        """[D] log p of every sampled token under the policy that sampled it, as recorded."""
+        for call in self.calls:
+            if call.logprobs is None:
+                raise ValueError(f"{call.name}: has no log-probabilities of the policy that sampled it")
+        return np.concatenate([np.asarray(call.logprobs) for call in self.calls])
+
     def calls_in(self, work: Work) -> tuple[Ints, Ints, Ints]:
         """The calls of a pack (indices into `calls`), the number of each decision's call among them, their sizes."""
         held, number, size = np.unique(self.call[work.place], return_inverse=True, return_counts=True)

@@ -10,8 +10,9 @@ import torch
 
 from memopd.train import ranks
 from memopd.train.batch import MiniBatch
+from memopd.train.losses import TRUNCATION, importance_weights
 from memopd.train.scoring import Scored
-from memopd.train.source import Sampler, Source
+from memopd.train.source import AheadSampler, Sampler, Source, versions
 from memopd.types import Episode
 
 log = logging.getLogger("memopd")
@@ -34,6 +35,22 @@ def describe(episodes: list[Episode], batches: list[MiniBatch], scored: list[Sco
     return found
 
 
+def off_policy(source: Source, step: int, batches: list[MiniBatch], scored: list[Scored]) -> dict[str, float]:
+    """With sampling.ahead: how old the policies were that sampled the calls, and the weights that correct for it."""
+    if not isinstance(source, AheadSampler):
+        return {}
+    stale = [step - version for b in batches for version in versions(b.episodes)]
+    old, sampled = torch.cat([s.logp_old for s in scored]), np.concatenate([b.logp_sampled for b in batches])
+    weights = importance_weights(old, torch.as_tensor(sampled).to(old))
+    return {
+        "staleness": float(np.mean(stale)),
+        "staleness_max": float(max(stale)),
+        "importance_weight": float(weights.mean()),
+        "truncated": float((weights == TRUNCATION).double().mean()),
+        "sampled_again": float(len(source.outcomes)) if step in source.sampled_again else 0.0,
+    }
+
+
 def quality(source: Source, episodes: list[Episode]) -> dict[str, float]:
     """EM and F1 of the episodes that were sampled last. Recorded episodes have only a reward."""
     if not isinstance(source, Sampler):
@@ -49,6 +66,7 @@ def dev_quality(source: Sampler, step: int) -> dict[str, float]:
 SHOWN = {
     "reward": "reward", "loss": "loss", "dev_loss": "dev loss", "em": "EM", "dev_em": "dev EM", "approx_kl": "KL",
     "clip_fraction": "clip", "entropy": "entropy", "loss_opd": "teacher KL", "sampler_gap": "gap",
+    "staleness": "staleness", "importance_weight": "weight", "truncated": "truncated",
     "grad_norm": "grad", "tokens_per_second": "tokens/s",
 }  # fmt: skip
 

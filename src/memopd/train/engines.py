@@ -83,8 +83,12 @@ class ServedPolicy:
 
     def refresh(self, version: int) -> None:
         """From now on, sample with the weights after `version` updates."""
-        if version == self.version:
-            return
+        if version != self.version:
+            with self.engine.updating():  # calls that are sampled ahead wait
+                self._update(version)
+
+    def _update(self, version: int) -> None:
+        ranks.barrier()  # no rank has an open call any more
         self.version, first = version, ranks.rank() == 0
         weights = {name: value.to(self.dtype).cpu() for name, value in whole_weights(self.root) if first}
         if first and self.root.adapter is not None:

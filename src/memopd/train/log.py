@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +66,11 @@ class Run:
         if ranks.rank() == 0:
             write_episodes(self.path / "episodes" / f"step-{step:06d}.parquet", episodes, overwrite=True)
 
+    def ahead(self, batches: Mapping[int, Sequence[Episode]]) -> None:
+        """Write batches of later steps before a checkpoint: who resumes it does not have the weights to sample them."""
+        for step, episodes in batches.items():
+            self.episodes(step, episodes)
+
     def traces(self, step: int, traces: Sequence[Trace]) -> None:
         if ranks.rank() == 0:
             write_traces(self.path / "traces" / f"step-{step:06d}.parquet", traces)
@@ -109,7 +114,7 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
     if ranks.rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
         if resume:
-            _cut_back(path, first)
+            _cut_back(path, first, config.sampling.ahead)
             log.info("%s: %s", path, f"continues after step {first}" if first else "no checkpoint yet, starts again")
         if not there:
             with whole(path / "config.json") as file:
@@ -135,12 +140,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _cut_back(path: Path, first: int) -> None:
+def _cut_back(path: Path, first: int, ahead: int) -> None:
+    """Remove what came after the checkpoint, except for batches that were sampled ahead and that it needs."""
+    needed = range(first, first + ahead if first else 0)
     kept = [line for line in read_metrics(path) if line["step"] < first]
     with whole(path / "metrics.jsonl") as file:
         file.write_text("".join(json.dumps(line) + "\n" for line in kept))
     for part in [*path.glob("episodes/step-*"), *path.glob("traces/step-*"), *path.glob("equivalence/step-*")]:
-        if int(part.stem.split("-")[1]) >= first:
+        step = int(part.stem.split("-")[1])
+        if step >= first and not (part.parent.name == "episodes" and step in needed):
             part.unlink()
     for folder in (path, *(f for f in path.iterdir() if f.is_dir())):
         remove_leftovers(folder)

@@ -9,6 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+TRUNCATION = 2.0  # C, the usual cap of truncated importance sampling
+
+
+def importance_weights(logp_old: Tensor, logp_sampled: Tensor) -> Tensor:
+    """Truncated importance sampling: w_j = min(π_old(a_j) / μ(a_j), C), a constant for the gradient.
+
+    μ is the policy that sampled the token, as recorded; π_old is the policy at the beginning of the update. The policy
+    loss of the token is multiplied by w_j: PPO's ratio ϱ = π_θ / π_old limits how far one update moves the policy, and
+    w corrects for an older policy that sampled. This is decoupled PPO (Hilton et al., 2022). The truncation bounds the
+    variance (Espeholt et al., 2018; Yao et al., 2025).
+    """
+    _flat(logp_old, logp_sampled)
+    return (logp_old - logp_sampled).exp().clamp(max=TRUNCATION).detach()
+
 
 def policy_loss(logp: Tensor, logp_old: Tensor, advantage: Tensor, clip: float, clip_high: float) -> Tensor:
     """Equation (ppo), summed: −Σ_j min(ϱ_j A_j, clip(ϱ_j, 1 − ε, 1 + ε_high) A_j).

@@ -1,16 +1,18 @@
-"""Sources of a step's episodes: sampled by the current policy, or recorded earlier (`--replay`)."""
+"""Sources of a step's episodes: sampled by the current policy, sampled ahead, or recorded earlier (`--replay`)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from memopd.agent import Agent, Environment, Outcome
-from memopd.agent.codec import check_fits, prefix_of
+from memopd.agent.codec import check_fits, codec_of, prefix_of
 from memopd.agent.parts import build_parts
 from memopd.config import RunConfig
 from memopd.record import read_episodes
@@ -21,9 +23,16 @@ from memopd.train.engines import LocalPolicy, ServedPolicy
 from memopd.train.models import PolicyRoot
 from memopd.types import Episode, Sampling
 
+log = logging.getLogger("memopd")
+
+Graded: TypeAlias = tuple[Episode, Outcome]
+
 
 class Source(Protocol):
     def episodes(self, step: int) -> list[Episode]: ...
+
+    def sampled_ahead(self) -> dict[int, list[Episode]]:
+        """The batches of later steps that were begun, when they are complete. All ranks must call it."""
 
     def close(self) -> None: ...
 
@@ -33,7 +42,7 @@ def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) 
         return Replay(config.sampling.replay, config.optimise.tasks * config.optimise.samples)
     if config.run.dev_every and not config.tasks.dev:
         raise ValueError("run.dev_every: name the tasks to evaluate on in tasks.dev, or set it to 0")
-    return Sampler(config, root, tokenizer, run)
+    return (AheadSampler if config.sampling.ahead else Sampler)(config, root, tokenizer, run)
 
 
 class Replay:
@@ -48,6 +57,9 @@ class Replay:
     def episodes(self, step: int) -> list[Episode]:
         at = step * self.per_step
         return [self.recorded[(at + i) % len(self.recorded)] for i in range(self.per_step)]
+
+    def sampled_ahead(self) -> dict[int, list[Episode]]:
+        return {}
 
     def close(self) -> None: ...
 
@@ -79,25 +91,43 @@ class Sampler:
 
     def episodes(self, step: int) -> list[Episode]:
         """The episodes of the policy after `step` updates."""
-        o = self.config.optimise
-        tasks = [self._task(i) for i in range(step * o.tasks, (step + 1) * o.tasks)]
-        return self._run(step, [
-            (f"step-{step:06d}/{i:04d}-{n}/{task.id}", task) for i, task in enumerate(tasks) for n in range(o.samples)
-        ])  # fmt: skip
+        return self._run(step, self._pairs(step))
 
     def dev(self, step: int) -> list[Episode]:
         return self._run(step, [(f"dev-{step:06d}/{task.id}", task) for task in self.dev_tasks])
 
+    def sampled_ahead(self) -> dict[int, list[Episode]]:
+        return {}
+
     def close(self) -> None:
         self.policy.engine.close()
 
+    def _pairs(self, step: int) -> list[tuple[str, Task]]:
+        """The ids and tasks of a step's episodes. They depend only on the seed and the step."""
+        o = self.config.optimise
+        tasks = [self._task(i) for i in range(step * o.tasks, (step + 1) * o.tasks)]
+        return [
+            (f"step-{step:06d}/{i:04d}-{n}/{task.id}", task) for i, task in enumerate(tasks) for n in range(o.samples)
+        ]
+
     def _run(self, version: int, pairs: Sequence[tuple[str, Task]]) -> list[Episode]:
         self.policy.refresh(version)
-        mine = list(self.agent.graded(ranks.share(pairs), self.config.run.seed))
+        mine = self._play(pairs)
         self.policy.release()
-        everyone = {e.id: (e, outcome) for part in ranks.gather(mine) for e, outcome in part}
-        self.outcomes = {id: outcome for id, (_, outcome) in everyone.items()}
-        return [everyone[id][0] for id, _ in pairs]
+        return self._keep_outcomes(self._together(pairs, mine))
+
+    def _play(self, pairs: Sequence[tuple[str, Task]]) -> list[Graded]:
+        """This rank's share of the episodes."""
+        return list(self.agent.graded(ranks.share(pairs), self.config.run.seed))
+
+    def _together(self, pairs: Sequence[tuple[str, Task]], mine: list[Graded]) -> list[Graded]:
+        """The episodes of all ranks, in the order of `pairs`."""
+        everyone = {episode.id: (episode, outcome) for part in ranks.gather(mine) for episode, outcome in part}
+        return [everyone[id] for id, _ in pairs]
+
+    def _keep_outcomes(self, graded: Sequence[Graded]) -> list[Episode]:
+        self.outcomes = {episode.id: outcome for episode, outcome in graded}
+        return [episode for episode, _ in graded]
 
     def _task(self, number: int) -> Task:
         """Tasks in a random order, a new one for each lap over them. Depends only on the seed."""
@@ -105,6 +135,100 @@ class Sampler:
             raise ValueError("tasks.train: name a file of tasks to train on")
         lap, at = divmod(number, len(self.tasks))
         return self.tasks[int(_order(self.config.run.seed, lap, len(self.tasks))[at])]
+
+
+class AheadSampler(Sampler):
+    """Samples the next batches on the servers while one trains (sampling.ahead = n).
+
+    A thread plays one batch after the other. The ranks exchange weights and episodes in the main thread only, where
+    they are in step. When step t begins, the servers get the weights after t updates, and then the batch of step t + n
+    is begun, so that no call is more than n updates stale. Calls that are open then end with the weights that they
+    began with, and the later calls of their episodes get the new ones. With n = 1 no call is open then.
+    """
+
+    def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
+        super().__init__(config, root, tokenizer, run)
+        self.folder = run / "episodes"
+        self.decode = codec_of(tokenizer).decode
+        self.sampled_again: set[int] = set()  # steps whose batch a killed run had begun with weights that are gone
+        self._begun: dict[int, Future[list[Graded]]] = {}  # this rank's share, by step
+        self._complete: dict[int, list[Graded]] = {}  # the episodes of all ranks
+        self._thread = ThreadPoolExecutor(1, "sampling ahead")
+
+    def episodes(self, step: int) -> list[Episode]:
+        """The episodes of policies after `step` − n to `step` updates."""
+        ahead = self.config.sampling.ahead
+        if step not in self._begun and step not in self._complete:  # the run starts, or is resumed
+            self._start(step)
+        graded = self._completed(step)
+        self.policy.refresh(step)
+        self._begin(step + ahead)
+        del self._complete[step]
+        episodes = self._keep_outcomes(graded)
+        assert all(0 <= step - v <= ahead for v in versions(episodes)), (step, set(versions(episodes)))
+        return episodes
+
+    def dev(self, step: int) -> list[Episode]:
+        self.sampled_ahead()  # with the weights that these batches were begun with
+        return super().dev(step)
+
+    def sampled_ahead(self) -> dict[int, list[Episode]]:
+        return {step: [e for e, _ in self._completed(step)] for step in sorted({*self._begun, *self._complete})}
+
+    def close(self) -> None:
+        """Cancel all calls, which ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        super().close()
+        self._thread.shutdown()
+
+    def _start(self, step: int) -> None:
+        """Begin the batches of the first steps. A resumed run has them in files, or must sample them again."""
+        self.policy.refresh(step)
+        for later in range(step, min(step + self.config.sampling.ahead, self.config.optimise.steps)):
+            first = ranks.rank() == 0
+            if step and (found := ranks.gather(self._recorded(later, step) if first else None)[0]):
+                self._complete[later] = found
+                continue
+            self._begin(later)
+            if step:
+                self.sampled_again.add(later)
+            if step and first:
+                log.warning(
+                    "the episodes step-%06d/* that the run had sampled ahead are lost: they are sampled again, with "
+                    "the policy after %d updates", later, step,
+                )  # fmt: skip
+
+    def _recorded(self, step: int, version: int) -> list[Graded] | None:
+        """The batch of a step as `sampled_ahead` gave it before the checkpoint of `version` was written; None: lost."""
+        file, pairs = self.folder / f"step-{step:06d}.parquet", self._pairs(step)
+        try:
+            episodes = list(read_episodes(file))
+        except ValueError as error:
+            log.info("%s", error)
+            return None
+        # The user may have gone back to an older checkpoint, and its run will have other later policies.
+        if [e.id for e in episodes] != [id for id, _ in pairs] or max(versions(episodes)) > version:
+            return None
+        grade, said = self.agent.environment.grade, self.decode
+        return [
+            (e, grade(task, [said(c.completion) for c in e.calls if not c.purpose]))
+            for e, (_, task) in zip(episodes, pairs, strict=True)
+        ]
+
+    def _begin(self, step: int) -> None:
+        if step < self.config.optimise.steps:
+            self._begun[step] = self._thread.submit(self._play, self._pairs(step))
+
+    def _completed(self, step: int) -> list[Graded]:
+        """Wait for a batch. An error of its thread is raised here. All ranks must call it."""
+        if step in self._begun:
+            self._complete[step] = self._together(self._pairs(step), self._begun.pop(step).result())
+        return self._complete[step]
+
+
+def versions(episodes: Sequence[Episode]) -> list[int]:
+    """The policy version of every call. Engines record one."""
+    return [-1 if call.policy_version is None else call.policy_version for e in episodes for call in e.calls]
 
 
 @lru_cache(maxsize=2)

@@ -13,7 +13,7 @@ from memopd.models.load import load_tokenizer
 from memopd.train import checkpoint, ranks
 from memopd.train.batch import compile_batches, usable
 from memopd.train.check import check_equivalence
-from memopd.train.diagnostics import describe, dev_quality, log_step, quality, warn_left_out
+from memopd.train.diagnostics import describe, dev_quality, log_step, off_policy, quality, warn_left_out
 from memopd.train.learner import build, check_objective, export_policy
 from memopd.train.log import open_run
 from memopd.train.scoring import score_batches
@@ -53,6 +53,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                     metrics |= update(learner, batches, terms, guides, step)
 
                 metrics |= describe(episodes, batches, scored) | quality(source, episodes)
+                metrics |= off_policy(source, step, batches, scored)
                 metrics["tokens_per_second"] = sum(b.tokens for b in batches) / sum(run.seconds.values())
                 if isinstance(source, Sampler) and every.dev_every and (step + 1) % every.dev_every == 0:
                     with run.stage("dev"):
@@ -63,6 +64,8 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                 run.traces(step, make_traces(kept, batches, terms, guides, learner.critic is not None))
                 run.metrics(step, metrics)
                 if (step + 1) % every.save_every == 0 or step + 1 == steps:
+                    with run.stage("sample"):
+                        run.ahead(source.sampled_ahead())
                     checkpoint.save(output, step + 1, learner.tensors(), every.keep)
         export_policy(output, learner.student, tokenizer, config.model.student)
     return metrics

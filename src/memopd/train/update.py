@@ -16,7 +16,7 @@ from memopd.train.algorithms import SETTING, Algorithm, Tokens, clipped_tokens, 
 from memopd.train.batch import MiniBatch, Work
 from memopd.train.later import unknown
 from memopd.train.learner import Learner
-from memopd.train.losses import approximate_kl, distillation_loss, entropy_bonus, value_loss
+from memopd.train.losses import approximate_kl, distillation_loss, entropy_bonus, importance_weights, value_loss
 from memopd.train.models import Root, ValueRoot, master_dtype
 from memopd.train.scoring import Guide
 from memopd.train.terms import Terms
@@ -65,13 +65,14 @@ def update_actor(
     mask = guide.mask.to(device) if guide is not None else known.thinking
     later = unknown(terms, "logp_old")  # in the first step, π_old is what this pass computes
     found = torch.zeros(D, dtype=master_dtype(config.model), device=device)
+    sampled = to_device(batch.logp_sampled, device) if config.sampling.ahead else None
     # Sums stay on the device until the last pack is launched, because reading one makes the host wait for it.
     sums, ratio_error = torch.zeros(7, dtype=torch.float64, device=device), torch.zeros((), device=device)
     for work, is_real in ranks.deal(batch.work):
         place = to_device(work.place, device)
         target = guide.target(work) if guide is not None and D_T and is_real else None
         logp, entropy, *divergence = root(work.packed, config.sampling.temperature, target)
-        tokens = tokens_of(batch, work, known, logp, entropy)
+        tokens = tokens_of(batch, work, known, logp, entropy, sampled)
         ppo, H, kl = summed(algorithm, tokens), entropy_bonus(entropy), torch.zeros_like(logp)
         opd, loss = torch.zeros_like(ppo), ppo / units - config.optimise.entropy * H / D
         if divergence:
@@ -101,15 +102,23 @@ def update_actor(
     return measured | {"ratio_error": max(ranks.gather(float(ratio_error))), "grad_norm": norm}
 
 
-def tokens_of(batch: MiniBatch, work: Work, known: Terms, logp: Tensor, entropy: Tensor) -> Tokens:
-    """The argument of the algorithm's loss, for one pack."""
+def tokens_of(
+    batch: MiniBatch, work: Work, known: Terms, logp: Tensor, entropy: Tensor, sampled: Tensor | None = None
+) -> Tokens:
+    """The argument of the algorithm's loss, for one pack.
+
+    `sampled`: [D] log-probabilities under the policies that sampled the tokens, if they are not π_old.
+    """
     _, call, size = batch.calls_in(work)
     place, at, sizes = (to_device(array, logp.device) for array in (work.place, call, size))
     if unknown(known, "logp_old") is not None:
         old = ref = logp.detach()
     else:
         old, ref = (values[place].to(logp) for values in (known.logp_old, known.logp_ref))
-    return Tokens(logp, entropy, old, ref, known.advantage[place].to(logp), at, sizes)
+    advantage = known.advantage[place].to(logp)
+    if sampled is not None:
+        advantage = advantage * importance_weights(old, sampled[place].to(old))
+    return Tokens(logp, entropy, old, ref, advantage, at, sizes)
 
 
 def summed(algorithm: Algorithm, tokens: Tokens) -> Tensor:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +71,7 @@ class VllmEngine:
         self._tolerance = 0.0
         self._tasks: set[asyncio.Task[Completion]] = set()
         self._closed, self._gate = False, threading.Lock()  # so that no request starts in a loop that has ended
+        self._submitting = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm engine", daemon=True)
         self._thread.start()
@@ -125,8 +126,9 @@ class VllmEngine:
         return self._submit(request, on_token, stream=True)  # a stream, so that a cancelled request keeps its tokens
 
     def _submit(self, request: Request, on_token: Callable[[int], None] | None, stream: bool) -> Ticket:
-        if not self._verified:
-            raise ValueError(f"weights of version {self.version} are not verified: call update, then verify")
+        with self._submitting:  # waits while another thread is in `updating`
+            if not self._verified:
+                raise ValueError(f"weights of version {self.version} are not verified: call update, then verify")
         check_end(request, self.tokenizer)  # here, so that a bad request raises in the caller's thread
         payload = body(request, stream)
         future: Future[Completion] = Future()
@@ -210,6 +212,17 @@ class VllmEngine:
         return Completion(tokens, logprobs, StopReason.ABORTED, self.version)
 
     # Weights
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Update and verify in this block if other threads sample meanwhile. It begins when open requests have ended,
+        with the weights they began with; new requests of other threads wait for its end."""
+        with self._submitting:
+            self._check_open()
+            self._run(self._fleet.pause())
+            yield
+            if self._verified:
+                self._loop.call_soon_threadsafe(self._fleet.resume)
 
     def update(self, weights: Weights, version: int) -> None:
         """Give new weights to every server: a checkpoint folder that the servers see under the same path, tensors with
