@@ -113,6 +113,31 @@ def test_evaluate(world, scripted, tmp_path):
     assert len(found["tasks"][0][0]) == 10
 
 
+def test_a_protocol_reaches_a_rollout_and_an_option_wins(world, scripted, tmp_path):
+    """The oracle needs at least a turn per question: with six turns it cannot know eight answers."""
+    (tmp_path / "mine.txt").write_text("My own words. {questions}")
+    protocol = ["--protocol", "mem1", "--prompt", tmp_path / "mine.txt"]
+    found = {}
+    for name, options in {"ours": [], "six": protocol, "nine": [*protocol, "--turns", 9]}.items():
+        memopd("rollout", world / "tasks/dev-q8.parquet", *scripted, "-o", tmp_path / name, "--limit", 2, *options)
+        found[name] = list(read_episodes(tmp_path / name))
+    assert [e.reward for e in found["ours"]] == [8.0, 8.0]
+    assert [len(e.calls) for e in found["six"]] == [6, 6]
+    assert [len(e.calls) for e in found["nine"]] == [9, 9]
+    assert all(a.reward < b.reward < 8 for a, b in zip(found["six"], found["nine"], strict=True))
+    decode = AutoTokenizer.from_pretrained(world / "tokenizer").decode
+    assert ["My own words. " in decode(found[name][0].calls[0].prompt) for name in found] == [False, True, True]
+
+
+def test_a_protocol_reaches_an_evaluation(world, scripted):
+    given = ["--protocol", "mem1", "--limit", 2, "--json", "--max-tokens", 50]
+    shown = json.loads(memopd("evaluate", world / "tasks/dev-q1.parquet", *scripted, *given))
+    assert shown["results"][0]["setting"]["grading"] == "mem1"
+    used = shown["provenance"]["settings"]
+    assert (used["turns"], used["reward"], used["temperature"], used["top_p"]) == (6, "em_partial", 0.01, 0.95)
+    assert used["max_tokens"] == 50
+
+
 def test_audit_shows_a_row_per_memory_rule(world, scripted, tmp_path):
     """Rollout context equivalence under every rule, the paper's Table 4."""
     from transformers import AutoTokenizer
@@ -156,7 +181,13 @@ def test_errors_say_what_to_do(world, tmp_path, arguments, says):
 
 def test_a_rollout_says_at_its_start_what_training_will_ask(world, tmp_path, caplog):
     options = ["--index", world / "index", "-o", tmp_path / "e", "--model", "/nowhere/at/all"]  # nothing is sampled
-    for temperature, said in ((1.0, []), (0.01, ["training can use it only with sampling.temperature = 0.01"])):
+    whole = "training cannot use it: sampled with top-p or top-k, not from the whole distribution"
+    for changed, said in (
+        (["--temperature", 1.0], []),
+        (["--temperature", 0.01], ["training can use it only with sampling.temperature = 0.01"]),
+        (["--top-p", 0.95], [whole]),
+        (["--protocol", "mem1"], []),  # as in training: MEM1's evaluation alone cuts the distribution
+    ):
         caplog.clear()
-        memopd("rollout", world / "tasks/dev-q1.parquet", *options, "--temperature", temperature, status=2)
+        memopd("rollout", world / "tasks/dev-q1.parquet", *options, *changed, status=2)
         assert [r.getMessage() for r in caplog.records] == [f"{tmp_path / 'e'}: {line}" for line in said]
