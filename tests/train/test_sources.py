@@ -41,7 +41,7 @@ def test_a_store_from_a_cut_distribution_is_refused_before_a_model_is_loaded(tmp
     episodes = recorded(episodes=8)[:2]
     write_episodes(tmp_path / "store", [replace(e, sampling=Sampling(top_p=0.95)) for e in episodes])
     config = load_config(tmp_path / "c.toml")
-    with pytest.raises(ValueError, match="was sampled with top-p or top-k: .* sample from the whole distribution"):
+    with pytest.raises(ValueError, match=r"was sampled with top-p or top-k: .* sample from the whole distribution"):
         check_replay(config)
     write_episodes(tmp_path / "whole", episodes)
     check_replay(load_config(tmp_path / "c.toml", {"sampling.replay": str(tmp_path / "whole")}))

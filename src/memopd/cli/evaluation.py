@@ -9,7 +9,7 @@ from typing import Any
 
 from memopd.agent import Outcome, repeat
 from memopd.evaluate import Measures, Result, Setting, compare, comparison_table, measure_outcomes, summarise
-from memopd.evaluate.tables import table_1, table_2
+from memopd.evaluate.tables import costs_table, table_1, table_2
 from memopd.files import read_object
 from memopd.tasks.files import read_tasks
 from memopd.types import Episode
@@ -30,6 +30,7 @@ class Evaluation:
         yield table_1(self.results)
         if single := [r for r in self.results if r.k == 1]:
             yield table_2(single)
+        yield costs_table(self.results)
         if against is None:
             return
         for mine, line, (system, b) in zip(self.runs, self.results, _read(against), strict=True):
