@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from memopd import cli
 from memopd.agent.memory import RULES
+from memopd.files import digest
 from memopd.record import read_episodes
 from memopd.tasks.files import read_tasks
 from memopd.verify.families import tiny_model
@@ -136,6 +137,40 @@ def test_a_protocol_reaches_an_evaluation(world, scripted):
     used = shown["provenance"]["settings"]
     assert (used["turns"], used["reward"], used["temperature"], used["top_p"]) == (6, "em_partial", 0.01, 0.95)
     assert used["max_tokens"] == 50
+
+
+def test_results_know_what_they_are_of(world, scripted, tmp_path, caplog):
+    tasks = tmp_path / "tasks.parquet"
+    tasks.write_bytes((world / "tasks/dev-q1.parquet").read_bytes())
+    options = [tasks, *scripted, "--limit", 2, "--memory", "window:3"]
+    memopd("evaluate", *options, "-o", tmp_path / "a.json")
+    made = json.loads((tmp_path / "a.json").read_text())["provenance"]
+    assert made["inputs"]["tasks"] == [{"path": str(tasks), "sha256": digest(tasks)}]
+    assert made["inputs"].keys() == {"tasks", "tokenizer", "index"}
+    assert (made["settings"]["memory"], made["settings"]["seeds"]) == ("window:3", 1)
+    assert made["command"].startswith("memopd evaluate ")
+    memopd("evaluate", *options, "--against", tmp_path / "a.json")
+    assert not caplog.messages
+    tasks.write_bytes((world / "tasks/dev-q2.parquet").read_bytes())
+    memopd("evaluate", world / "tasks/dev-q1.parquet", *options[1:], "--against", tmp_path / "a.json")
+    assert [m for m in caplog.messages if "has changed" in m] == [
+        f"{tmp_path / 'a.json'}: {tasks} has changed since: these results are of another version of it"
+    ]
+
+
+def test_a_store_has_episodes_of_one_making(world, scripted, tmp_path):
+    words, store = tmp_path / "mine.txt", tmp_path / "store"
+    words.write_text("Mine. {questions}")
+    given = ["rollout", world / "tasks/dev-q1.parquet", *scripted, "-o", store, "--limit", 1, "--prompt", words]
+    memopd(*given)
+    memopd(*given, "--limit", 2)
+    made = json.loads((store / "rollout.json").read_text())
+    assert made["inputs"]["prompt"] == {"path": str(words), "sha256": digest(words)}
+    said = memopd(*given, "--reward", "f1", status=2)
+    assert "has episodes made with --reward em: choose another store" in " ".join(said.split())
+    words.write_text("Others. {questions}")
+    assert "has changed since its episodes were made" in " ".join(memopd(*given, status=2).split())
+    assert len(list(read_episodes(store))) == 2
 
 
 def test_audit_shows_a_row_per_memory_rule(world, scripted, tmp_path):

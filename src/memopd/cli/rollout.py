@@ -6,8 +6,8 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
@@ -34,6 +34,10 @@ log = logging.getLogger("memopd")
 
 # Finished episodes are written to the store after this many episodes or seconds, whichever comes first.
 PART, PART_SECONDS = 256, 60.0
+
+MADE_BY = "rollout.json"  # in a store: the provenance of its episodes
+# The options that all episodes of a store have in common, besides those that each episode records.
+COMMON = ("model", "adapter", "policy", "environment", "turns", "prompt", "reward", "grading", "topk", "max_context")
 
 
 class Policy(StrEnum):
@@ -171,6 +175,7 @@ def rollout(
     pairs = [pair for pair in pairs if pair[0] not in done]
     if done:
         log.info(f"{output}: has {len(done)} episodes already; {len(pairs)} are missing")
+    keep_provenance(output, provenance_of(play, [tasks], {"samples": samples, "seed": seed}), is_empty=not done)
     if play.model and sampling.training_note:
         log.warning(f"{output}: {sampling.training_note}")
     agent = agents(play, sampling)(pairs, seed)
@@ -211,9 +216,10 @@ def evaluate(
     def sample(pairs: list[tuple[str, Any]], seed: int) -> Iterator[Any]:
         return progress(played(agent_of(pairs, seed), pairs, seed), len(pairs), lambda pair: pair[0])
 
+    made = provenance_of(play, tasks, {"seeds": seeds})
     system = policy_name(play.model, play.adapter) if play.model else str(play.policy)
     setting = Setting(play.grading.value, engine, play.batch)
-    results = run(tasks, sample, play.limit, seeds, name or system, setting)
+    results = run(tasks, sample, play.limit, seeds, name or system, setting, made)
     if output is not None:
         from memopd.files import whole
 
@@ -224,6 +230,16 @@ def evaluate(
     else:
         for table in results.tables(against):
             out.print(table)
+
+
+def provenance_of(play: Play, tasks: Sequence[Path], more: dict[str, Any]) -> dict[str, Any]:
+    """All options, and the digests of the files that they name."""
+    from memopd.evaluate.provenance import provenance
+
+    settings = {name: value if value is None or isinstance(value, int | float) else str(value)
+                for name, value in asdict(play).items()}  # fmt: skip
+    inputs = {name: getattr(play, name) for name in ("model", "adapter", "tokenizer", "index", "prompt", "train")}
+    return provenance(settings | more, {"tasks": list(tasks), **inputs}) | {"device": device()}
 
 
 def check_same_settings(episode: Any, store: Path, seed: int, memory: str, sampling: Any) -> None:
@@ -238,6 +254,26 @@ def check_same_settings(episode: Any, store: Path, seed: int, memory: str, sampl
     ):
         if before != now:
             raise ValueError(f"{store}: has episodes sampled with {name} {before}, not {now}: choose another store")
+
+
+def keep_provenance(store: Path, made: dict[str, Any], is_empty: bool) -> None:
+    """Write the provenance into a store. If that has episodes, it must agree with theirs."""
+    from memopd.files import read_object, whole
+
+    if is_empty or not (store / MADE_BY).is_file():
+        with whole(store / MADE_BY) as partial:
+            partial.write_text(json.dumps(made, indent=1) + "\n")
+        return
+    before = read_object(store / MADE_BY)
+    for name in COMMON:
+        was, now = (one.get("settings", {}).get(name) for one in (before, made))
+        if was != now:
+            raise ValueError(f"{store}: has episodes made with --{name.replace('_', '-')} {was}: choose another store")
+        was, now = (one.get("inputs", {}).get(name) for one in (before, made))
+        if was != now:
+            raise ValueError(
+                f"{store}: {made['settings'][name]} has changed since its episodes were made: choose another"
+            )
 
 
 def in_parts(episodes: Iterator[Any]) -> Iterator[list[Any]]:
