@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ COMPARED = ("em", "f1", "peak", "dependency")
 class Evaluation:
     results: tuple[Result, ...]  # one per task file
     runs: tuple[tuple[tuple[Measures, ...], ...], ...]  # per file, per seed, per task
-    made: dict[str, Any]  # the provenance
+    made: dict[str, Any] = field(default_factory=dict)  # the provenance
 
     def as_dict(self) -> dict[str, Any]:
         per_task = [[[asdict(m) for m in run] for run in runs] for runs in self.runs]
