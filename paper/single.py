@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from memopd.evaluate.tables import DEPENDENCY, Column
 from paper import main
 from paper.page import Findings
 from paper.settings import Shown
 from paper.suite import Work
 from paper.trained import COLUMNS as TABLE_1
 from paper.trained import (
-    DEPENDENCY,
     Collected,
-    Column,
     costs,
     results_caption,
     results_table,

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.output import markdown_table
 from memopd.config import load_config
 from memopd.evaluate import Estimate, Measures, Result, Setting, summarise
-from memopd.evaluate.summary import Metric
+from memopd.evaluate.tables import COSTS, EM, F1, PEAK, TIME, Column
 from memopd.evaluate.tables import shown as cell
 from paper.comparisons import COMPARED, compared, comparison_caption, comparison_table, mean_of
 from paper.evaluation import Part, changed_inputs, measured_with
@@ -24,19 +24,7 @@ from paper.settings import ARMS, Shown
 from paper.suite import Work
 
 LABELS = {"ppo": "PPO", "persistent": "persistent OPD", "memopd": "MemOPD", "student-mem1": "SFT"}
-Column = tuple[str, Metric, float, int]  # heading, metric, unit, digits
-PEAK: Column = ("peak ↓ ×10²", "peak", 1e2, 2)
-DEPENDENCY: Column = ("dependency ↓ ×10⁵", "dependency", 1e5, 3)
-TIME: Column = ("time ↓ s", "seconds", 1, 2)
-COLUMNS: tuple[Column, ...] = (("EM ↑", "em", 1, 3), ("F1 ↑", "f1", 1, 3), PEAK)  # the paper's, but for time
-COSTS: tuple[Column, ...] = (
-    ("valid answers %", "valid", 1e-2, 1),
-    PEAK,
-    ("peak without q", "peak_without_q", 1e2, 2),
-    ("peak without q, EM = 0 dropped", "peak_without_q_em0_dropped", 1e2, 2),
-    DEPENDENCY,
-    ("dependency without q", "dependency_without_q", 1e5, 3),
-)
+COLUMNS: tuple[Column, ...] = (EM, F1, PEAK)  # the paper's, but for time
 
 
 @dataclass(slots=True)

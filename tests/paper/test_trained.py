@@ -87,7 +87,7 @@ def test_a_page_has_the_settings_of_its_training_and_costs_both_ways(work, tmp_p
     assert "the teacher has λ = 1." in text
     # Two tasks, peaks of 400 and 500, 200 without q; dependency without q was not recorded.
     assert "| SFT | 2 | 100.0 ± 0.0 | 4.50 ± 0.50 | 2.00 ± 0.00 | 2.00 | 0.500 ± 0.000 |" in text  # EM 0 is dropped
-    assert "Not recorded in these runs: dependency without q." in text
+    assert "Not recorded in these runs: dependency without q ↓ ×10⁵." in text
     assert made["commit"] is None or f"commit {made['commit'][:12]}" in text
 
 

@@ -14,20 +14,20 @@ from memopd.evaluate.statistics import Comparison, Estimate
 from memopd.evaluate.summary import Metric, Result, Setting
 
 # Heading, metric, unit, digits. The units are the paper's.
-_Column = tuple[str, Metric, float, int]
-_EM: _Column = ("EM ↑", "em", 1, 3)
-_F1: _Column = ("F1 ↑", "f1", 1, 3)
-_PEAK: _Column = ("peak ↓ ×10²", "peak", 1e2, 2)
-_DEPENDENCY: _Column = ("dependency ↓ ×10⁵", "dependency", 1e5, 3)
-_TIME: _Column = ("time ↓ s", "seconds", 1, 2)
-_TABLE_1 = (_EM, _F1, _PEAK, _TIME)
-_TABLE_2 = (_EM, _F1, _PEAK, _DEPENDENCY, _TIME)
-_COSTS: tuple[_Column, ...] = (
+Column = tuple[str, Metric, float, int]
+EM: Column = ("EM ↑", "em", 1, 3)
+F1: Column = ("F1 ↑", "f1", 1, 3)
+PEAK: Column = ("peak ↓ ×10²", "peak", 1e2, 2)
+DEPENDENCY: Column = ("dependency ↓ ×10⁵", "dependency", 1e5, 3)
+TIME: Column = ("time ↓ s", "seconds", 1, 2)
+_TABLE_1 = (EM, F1, PEAK, TIME)
+_TABLE_2 = (EM, F1, PEAK, DEPENDENCY, TIME)
+COSTS: tuple[Column, ...] = (
     ("valid answers ↑ %", "valid", 1e-2, 1),
-    _PEAK,
+    PEAK,
     ("peak without q ↓ ×10²", "peak_without_q", 1e2, 2),
     ("peak without q, EM = 0 dropped ↓ ×10²", "peak_without_q_em0_dropped", 1e2, 2),
-    _DEPENDENCY,
+    DEPENDENCY,
     ("dependency without q ↓ ×10⁵", "dependency_without_q", 1e5, 3),
 )
 
@@ -49,10 +49,10 @@ def costs_table(results: Sequence[Result]) -> Table:
         "drops trajectories with EM = 0 from its peak, but not from its dependency."
     )
     table = Table(title="Costs with and without q", title_justify="left", caption=caption, caption_justify="left")
-    for heading in ("system", "k", *(heading for heading, *_ in _COSTS)):
+    for heading in ("system", "k", *(heading for heading, *_ in COSTS)):
         table.add_column(heading, justify="left" if heading == "system" else "right")
     for result in results:
-        table.add_row(escape(result.system), str(result.k), *(_cell(result, column) for column in _COSTS))
+        table.add_row(escape(result.system), str(result.k), *(_cell(result, column) for column in COSTS))
     return table
 
 
@@ -67,7 +67,7 @@ def comparison_table(a: str, b: str, comparisons: Mapping[str, Comparison]) -> T
     return table
 
 
-def _table(results: Sequence[Result], columns: Sequence[_Column], title: str) -> Table:
+def _table(results: Sequence[Result], columns: Sequence[Column], title: str) -> Table:
     if len(gradings := sorted({r.setting.grading for r in results})) != 1:
         raise ValueError(f"a table compares results of one grading, got {gradings}")
     found = {(r.system, r.k): r for r in results}
@@ -75,7 +75,7 @@ def _table(results: Sequence[Result], columns: Sequence[_Column], title: str) ->
         raise ValueError("a system has two results for one k; give the systems different names")
     horizons = sorted({r.k for r in results})
     if not any(r.setting.is_alone for r in results):
-        columns = [column for column in columns if column is not _TIME]
+        columns = [column for column in columns if column is not TIME]
     table = Table(title=title, title_justify="left", caption=_caption(results), caption_justify="left")
     table.add_column("system")
     for k in horizons:
@@ -87,7 +87,7 @@ def _table(results: Sequence[Result], columns: Sequence[_Column], title: str) ->
     return table
 
 
-def _cell(result: Result | None, column: _Column) -> str:
+def _cell(result: Result | None, column: Column) -> str:
     _, metric, unit, digits = column
     if result is None or (metric == "seconds" and not result.setting.is_alone):
         return "-"
