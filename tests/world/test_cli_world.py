@@ -119,12 +119,14 @@ def test_a_protocol_reaches_a_rollout_and_an_option_wins(world, scripted, tmp_pa
     (tmp_path / "mine.txt").write_text("My own words. {questions}")
     protocol = ["--protocol", "mem1", "--prompt", tmp_path / "mine.txt"]
     found = {}
-    for name, options in {"ours": [], "six": protocol, "nine": [*protocol, "--turns", 9]}.items():
+    nine = [*protocol, "--turns", 9, "--top-p", 0.95]
+    for name, options in {"ours": [], "six": protocol, "nine": nine}.items():
         memopd("rollout", world / "tasks/dev-q8.parquet", *scripted, "-o", tmp_path / name, "--limit", 2, *options)
         found[name] = list(read_episodes(tmp_path / name))
     assert [e.reward for e in found["ours"]] == [8.0, 8.0]
     assert [len(e.calls) for e in found["six"]] == [6, 6]
     assert [len(e.calls) for e in found["nine"]] == [9, 9]
+    assert [found[name][0].sampling.top_p for name in found] == [1.0, 1.0, 0.95]  # a rollout samples as training does
     assert all(a.reward < b.reward < 8 for a, b in zip(found["six"], found["nine"], strict=True))
     decode = AutoTokenizer.from_pretrained(world / "tokenizer").decode
     assert ["My own words. " in decode(found[name][0].calls[0].prompt) for name in found] == [False, True, True]
