@@ -40,8 +40,9 @@ def report(results: Iterable[Any], as_json: bool, plot_to: Path | None = None, *
     """Collect results. As JSON, print each at once on its own line, with the setting it was measured in."""
     from benchmarks.tables import plot, tables_of
     from benchmarks.timing import machine
+    from memopd.evaluate.provenance import source
 
-    setting |= machine()
+    setting |= machine() | source()
     if not as_json:
         out.print(", ".join(f"{key} {value}" for key, value in setting.items()), markup=False)
     collected = []

@@ -52,7 +52,10 @@ def experiment(
     change: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting of the training, for example optimise.lr=1e-5.")
     ] = None,
-    collect: Annotated[bool, typer.Option("--collect", help="Run nothing; only show the existing results.")] = False,
+    collect: Annotated[
+        bool,
+        typer.Option("--collect", help="Run nothing; only show the existing results of --work, or those in --output."),
+    ] = False,
 ) -> None:
     """Reproduce tables and figures of the paper. Runs and results that already exist are reused."""
     if config is not None and len(names) > 1:
@@ -86,12 +89,13 @@ def show_trained(
     )
     wanted = dict.fromkeys((s, k) for one in shown.values() for k in one.horizons for s in one.systems)
     from paper.suite import Work, make
-    from paper.trained import show
+    from paper.trained import rewritten, show
 
     parts = Work(suite, work, tuple(wanted), split, tuple(changed.items()))
     failed = {} if collect else make(parts)
     for name, one in shown.items():
-        for path in show(name, one, parts, failed, output):
+        has_runs = not collect or any(parts.folder.glob(f"evaluations/{split}/*.json"))
+        for path in show(name, one, parts, failed, output) if has_runs else rewritten(name, one, output):
             print(path)
     return len(failed)
 
@@ -109,7 +113,8 @@ def show_recorded(name: Name, file: Path, work: Path, output: Path, collect: boo
         from paper.trajectories import Subject
 
         found: Findings = import_module(f"paper.{name}").findings(Subject(settings, work, track))
-        made = provenance([machine()], asdict(settings)) | {"passed": found.passed}
+        inputs = {name: getattr(settings, name) for name in ("model", "teacher", "tasks", "index")}
+        made = provenance([machine()], asdict(settings), inputs) | {"passed": found.passed}
         paths, passed = write_page(name, settings, made, found, output), found.passed
     for path in paths:
         print(path)

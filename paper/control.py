@@ -13,7 +13,7 @@ from paper.main import COLOURS, OTHER, bars
 from paper.page import Findings
 from paper.settings import Shown
 from paper.suite import Work
-from paper.trained import COLUMNS, Collected, label, results_caption, results_table
+from paper.trained import COLUMNS, Collected, label, results_caption, results_table, settings_of
 
 Curves = dict[str, dict[str, dict[str, list[list[float]]]]]  # arm -> seed -> metric -> [update, value]
 LOGGED = ("reward", "em", "dev_em", "dev_f1", "entropy", "loss_opd")
@@ -22,10 +22,14 @@ DRAWN = {"reward": "reward while training", "dev_em": "EM on dev tasks", "loss_o
 
 def findings(found: Collected, shown: Shown, work: Work) -> Findings:
     curves = curves_of(work)
-    body = [results_table(found, shown, COLUMNS), results_caption(found, work)]
+    text = body(found, shown, settings_of(work))
     return Findings(
-        {"curves": curves}, body, lambda output: _draw(found, curves, shown.horizons[0], work.split, output)
+        {"curves": curves}, text, lambda output: _draw(found, curves, shown.horizons[0], work.split, output)
     )
+
+
+def body(found: Collected, shown: Shown, settings: dict[str, Any]) -> list[str]:
+    return [results_table(found, shown, COLUMNS), results_caption(found, settings)]
 
 
 def curves_of(work: Work) -> Curves:

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memopd.config import TasksConfig
 from memopd.evaluate import Measures, measure_outcomes
+from memopd.evaluate.provenance import changed, identity, source
 from memopd.files import whole
 from paper.settings import Evaluation
 
@@ -57,7 +59,13 @@ def is_made(plan: Plan, part: Part) -> bool:
         return False
     found = json.loads(file.read_text())
     weights = fingerprint(Path(plan.model))
-    return found["settings"] == measured_with(part, plan.settings) and weights in (None, found["weights"])
+    same = found["settings"] == measured_with(part, plan.settings) and weights in (None, found["weights"])
+    return same and not changed_inputs(found)
+
+
+def changed_inputs(found: dict[str, Any]) -> list[str]:
+    """The tasks and the index of a result, if their content has changed since. `is_made` compares the weights."""
+    return changed({"inputs": {name: one for name, one in found.get("inputs", {}).items() if name != "model"}})
 
 
 def fingerprint(model: Path) -> str | None:
@@ -85,14 +93,17 @@ def evaluate(plan: Plan) -> None:
     model = load_causal_lm(plan.model, getattr(torch, s.dtype)).to(device).eval()
     tokenizer, index = load_tokenizer(plan.model), open_index(s.index)
     engine = LocalEngine(model, tokenizer, slots=s.batch, max_length=s.max_context + s.max_tokens)
-    where = machine()
+    where, policy, passages = machine(), identity(plan.model), identity(s.index)
     try:
         for part in todo:
             start = time.time()
-            measures = _measure(part, s, engine, tokenizer, index)
+            played = TasksConfig(memory=part.memory, grading=s.grading, max_context=s.max_context)
+            measures = _measure(part, s, played, engine, tokenizer, index)
             result = {
                 "system": part.system, "seed": part.seed, "k": part.k, "model": plan.model,
                 "weights": fingerprint(Path(plan.model)), "settings": measured_with(part, s),
+                "played_with": asdict(played), **source(),
+                "inputs": {"model": policy, "tasks": identity(part.tasks), "index": passages},
                 "engine": f"local, {where['device']}", "processes": part.processes, "machine": where,
                 "seconds": round(time.time() - start, 2), "measures": [asdict(m) for m in measures],
             }  # fmt: skip
@@ -104,16 +115,14 @@ def evaluate(plan: Plan) -> None:
         engine.close()
 
 
-def _measure(part: Part, s: Evaluation, engine: Any, tokenizer: Any, index: Any) -> list[Measures]:
+def _measure(part: Part, s: Evaluation, played: TasksConfig, engine: Any, tokenizer: Any, index: Any) -> list[Measures]:
     from memopd.agent import Agent, repeat
     from memopd.agent.parts import build_parts
-    from memopd.config import TasksConfig
     from memopd.tasks.files import read_tasks
     from memopd.types import Sampling
 
     tasks = read_tasks(part.tasks)[: s.limit or None]
-    settings = TasksConfig(memory=part.memory, grading=s.grading)
-    environment, memory = build_parts(settings, tokenizer, index)
+    environment, memory = build_parts(played, tokenizer, index)
     sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
     agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, part.memory)
     return measure_outcomes(agent.graded(repeat(tasks, s.samples), part.seed), tasks)

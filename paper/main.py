@@ -12,7 +12,15 @@ from memopd.evaluate import Result
 from paper.page import Findings
 from paper.settings import Shown
 from paper.suite import Work
-from paper.trained import COLUMNS, Collected, label, results_caption, results_table
+from paper.trained import (
+    COLUMNS,
+    Collected,
+    costs,
+    label,
+    results_caption,
+    results_table,
+    settings_of,
+)
 
 COLOURS = {"SFT": "0.6", "PPO": "tab:orange", "persistent OPD": "tab:red", "MemOPD": "tab:blue"}
 OTHER = "0.8"
@@ -23,10 +31,15 @@ VALID = (
 
 
 def findings(found: Collected, shown: Shown, work: Work) -> Findings:
-    body = [results_table(found, shown, COLUMNS), results_caption(found, work)]
+    text = body(found, shown, settings_of(work))
+    return Findings({}, text, lambda output: draw(found, shown, work.split, output))
+
+
+def body(found: Collected, shown: Shown, settings: dict[str, Any]) -> list[str]:
+    made = [results_table(found, shown, COLUMNS), results_caption(found, settings)]
     if max(shown.horizons) > 2:
-        body += ["## Answers that count", valid_table(found, shown), VALID]
-    return Findings({}, body, lambda output: draw(found, shown, work.split, output))
+        made += ["## Answers that count", valid_table(found, shown), VALID]
+    return [*made, *costs(found)]
 
 
 def valid_table(found: Collected, shown: Shown) -> str:

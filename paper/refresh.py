@@ -18,9 +18,10 @@ from typing import Any
 
 from benchmarks.output import markdown_table
 from benchmarks.shapes import SHAPES
+from memopd.evaluate.provenance import warn_changed
 from memopd.evaluate.statistics import Estimate
 from memopd.evaluate.tables import shown
-from paper.trained import sampled
+from paper.trained import sampled, trained_with
 
 ROOT = Path(__file__).parent.parent
 RESULTS, BENCHES = ROOT / "paper" / "results", ROOT / "benchmarks" / "results"
@@ -39,7 +40,7 @@ def summary() -> str:
             ["How wrong is a flattened history?",
              f"PPO would clip {100 * flat['false_clip']:.1f} % of the sampled tokens although nothing changed; "
              f"packed, {100 * packed['false_clip']:.1f} %"],
-            ["Does it matter for learning? F1 on two questions",
+            [f"Does it matter for learning? F1 on two questions; {briefly('control')}",
              f"student {f1['SFT']:.2f}; + PPO {f1['PPO']:.2f}; "
              f"+ teacher in flattened states {f1['persistent OPD']:.2f}; "
              f"**+ teacher in exact states {f1['MemOPD']:.2f}**"],
@@ -177,7 +178,7 @@ def quality() -> str:
             markdown_table(["", *(f"Q{k} {m.upper()}" for k, m in columns)], rows),
             f"Sums over the questions of a task; test split, {asked}; {how}; ± standard deviation over "
             f"{trained['seeds']} seeds, or standard error over tasks where there is one run. "
-            f"The paper runs its control on Q2 only, and so do we. {where}.",
+            f"{trained_with(read('main')['settings'])} The paper runs its control on Q2 only, and so do we. {where}.",
         ]
     )
 
@@ -200,7 +201,68 @@ def claims() -> str:
 
     pairs = [("MemOPD", "persistent OPD"), ("MemOPD", "PPO"), ("MemOPD", "SFT")]
     rows = [[f"{a} − {b}", *(cell(a, b, k) for k in horizons)] for a, b in pairs]
-    return markdown_table(["F1: difference (95 % over tasks), seeds ahead", *(f"Q{k}" for k in horizons)], rows)
+    table = markdown_table(["F1: difference (95 % over tasks), seeds ahead", *(f"Q{k}" for k in horizons)], rows)
+    return f"{table}\n\nTrained as above: {briefly('main')}."
+
+
+def briefly(name: str) -> str:
+    """Algorithm, λ, learning rate and temperature of the training, in a few words."""
+    return few_words(read(name)["settings"]["trained_with"])
+
+
+def few_words(trained: dict[str, Any]) -> str:
+    o, weight = trained["optimise"], trained["teacher"]["weight"]
+    temperature = trained["sampling"]["temperature"]
+    return f"{o['algorithm']}, λ {weight:g}, learning rate {o['lr']:g}, temperature {temperature:g}"
+
+
+Pair = tuple[float, float]
+
+
+def orders() -> str:
+    """The orders of the paper that do not hold here, with the numbers of both."""
+    tables = {name: read(name)["paper"] for name in ("main", "single", "control")}
+    ours = {(r["system"], r["k"]): r["metrics"] for name in tables for r in read(name)["results"]}
+
+    def theirs(name: str, column: str, *rows: str) -> Any:
+        """Numbers of one column of the paper's table, row by row."""
+        at, lines = tables[name]["columns"].index(column), {line[0]: line for line in tables[name]["rows"]}
+        return tuple(float(str(lines[row][at]).partition(" ")[0]) for row in rows)
+
+    def here(k: int, metric: str, *systems: str, unit: float = 1) -> Any:
+        return tuple(ours[system, k][metric]["mean"] / unit for system in systems)
+
+    names, arms, long = ("MemOPD (3B)", "PPO (3B)"), ("MemOPD", "PPO"), (2, 8, 16)
+    sft = ("Mixed-horizon SFT (3B)", "PPO (3B)")
+    times = [theirs("main", "Q16 time", *names), theirs("single", "time", *names)]
+    rows = [
+        ["MemOPD's advantage over PPO grows with the questions: F1 on Q2, Q8, Q16",
+         gains([theirs("main", f"Q{k} F1", *names) for k in long]), gains([here(k, "f1", *arms) for k in long])],
+        ["MemOPD's contexts are shorter than PPO's: peak on Q16, 10² tokens",
+         against([theirs("main", "Q16 peak", *names)]), against([here(16, "peak", *arms, unit=1e2)])],
+        ["Its dependency is smaller: Q1, 10⁵",
+         against([theirs("single", "dependency", *names)], 3), against([here(1, "dependency", *arms, unit=1e5)], 3)],
+        ["It takes less time: seconds on Q16; on Q1", against(times),
+         f"{against([here(k, 'seconds', *arms) for k in (16, 1)])}, of trajectories that waited for each other"],
+        ["MemOPD has the highest F1 of all systems: Q2, Q8, Q16",
+         ", ".join(f"{theirs('main', f'Q{k} F1', names[0])[0]:.2f}" for k in long),
+         f"below its teacher: {against([here(k, 'f1', 'MemOPD', 'teacher, mem1') for k in long])}"],
+        ["SFT is above PPO on long tasks: F1 on Q8; on Q16",
+         against([theirs("main", f"Q{k} F1", *sft) for k in (8, 16)]),
+         against([here(k, "f1", "SFT", "PPO") for k in (8, 16)])],
+        ["A teacher in flattened states is better than none: F1 on Q2, against PPO",
+         f"{theirs('control', 'F1', 'persistent OPD over PPO')[0]:+.0f} %",
+         gains([here(2, "f1", "persistent OPD", "PPO")])],
+    ]  # fmt: skip
+    return markdown_table(["In the paper", "there", "here"], rows)
+
+
+def gains(pairs: list[Pair]) -> str:
+    return ", ".join(f"{100 * (a / b - 1):+.0f} %" for a, b in pairs)
+
+
+def against(pairs: list[Pair], digits: int = 2) -> str:
+    return "; ".join(f"{a:.{digits}f} against {b:.{digits}f}" for a, b in pairs)
 
 
 def remedies() -> str:
@@ -216,7 +278,9 @@ def remedies() -> str:
         groups.setdefault((s["student"], s["episodes_a_step"], s["steps"], teacher), []).append(run["dev"])
     columns = ["student", "episodes per update", "updates", "teacher", "seeds", *DEV_COLUMNS]
     rows = [[*map(str, key), str(len(found)), *dev_cells(found)] for key, found in sorted(groups.items())]
-    return markdown_table(columns, rows)
+    rates = ", ".join(f"{lr:g}" for lr in sorted({run["settings"]["lr"] for run in probe["runs"]}))
+    algorithm = read("main")["settings"]["trained_with"]["optimise"]["algorithm"]
+    return f"{markdown_table(columns, rows)}\n\nAll by {algorithm}, learning rate {rates}, temperature 1."
 
 
 def temperatures() -> str:
@@ -226,7 +290,8 @@ def temperatures() -> str:
         system = line["model"].removeprefix("third round, ").partition(",")[0]
         groups.setdefault((system, line["temperature"]), []).append(line["dev"])
     rows = [[*map(str, key), str(len(found)), *dev_cells(found)] for key, found in groups.items()]
-    return markdown_table(["system", "temperature", "seeds", *DEV_COLUMNS], rows)
+    table = markdown_table(["system", "temperature", "seeds", *DEV_COLUMNS], rows)
+    return f"{table}\n\nOf the evaluation. The models are those of main.md, trained by {briefly('main')}."
 
 
 DEV_COLUMNS = ["Q2 F1", "Q8 F1", "Q16 F1", "Q16 valid %"]
@@ -291,7 +356,8 @@ def learning() -> str:
     columns = ["seed", "reward, first five updates", "last five", "gain", "divergence from the teacher"]
     return (
         f"{markdown_table(columns, rows)}\n\nTogether {found['gain']:+.2f} ± {found['standard_error']:.2f}. "
-        f"By {found['what']}. `{command(found)}`, {found['date']}, {found['machine']}."
+        f"By {found['what']}; {few_words(found['trained_with'])}. "
+        f"`{command(found)}`, {found['date']}, {found['machine']}."
     )
 
 
@@ -325,7 +391,21 @@ def refreshed(text: str) -> str:
 UNMEASURED = {f.__name__ for f in (peers, step, drift) if not bench_files(f.__name__)}  # their blocks are empty
 BLOCKS = {
     f.__name__: f
-    for f in (summary, state, quality, claims, remedies, temperatures, lists, actor, learning, peers, step, drift)
+    for f in (
+        summary,
+        orders,
+        state,
+        quality,
+        claims,
+        remedies,
+        temperatures,
+        lists,
+        actor,
+        learning,
+        peers,
+        step,
+        drift,
+    )
     if f.__name__ not in UNMEASURED
 }
 DOCUMENTS = [
@@ -333,6 +413,9 @@ DOCUMENTS = [
 ]
 
 if __name__ == "__main__":
+    for result in sorted(RESULTS.glob("*.json")):
+        if isinstance(made := json.loads(result.read_text()), dict):
+            warn_changed(result.relative_to(ROOT), made)
     for document in DOCUMENTS:
         before = document.read_text()
         if (after := refreshed(before)) != before:

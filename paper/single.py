@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from memopd.evaluate.tables import DEPENDENCY, Column
 from paper import main
 from paper.page import Findings
 from paper.settings import Shown
 from paper.suite import Work
 from paper.trained import COLUMNS as TABLE_1
-from paper.trained import Collected, Column, results_caption, results_table
+from paper.trained import (
+    Collected,
+    costs,
+    results_caption,
+    results_table,
+    settings_of,
+)
 
-COLUMNS: tuple[Column, ...] = (*TABLE_1[:3], ("dependency ↓ ×10⁵", "dependency", 1e5, 3), TABLE_1[3])
+COLUMNS: tuple[Column, ...] = (*TABLE_1, DEPENDENCY)
 
 
 def findings(found: Collected, shown: Shown, work: Work) -> Findings:
-    body = [results_table(found, shown, COLUMNS), results_caption(found, work)]
-    return Findings({}, body, lambda output: main.draw(found, shown, work.split, output))
+    text = body(found, shown, settings_of(work))
+    return Findings({}, text, lambda output: main.draw(found, shown, work.split, output))
+
+
+def body(found: Collected, shown: Shown, settings: dict[str, Any]) -> list[str]:
+    return [results_table(found, shown, COLUMNS), results_caption(found, settings), *costs(found)]

@@ -1,4 +1,7 @@
-"""Collects the suite's results for main, single and control, lists the missing ones, and makes their tables."""
+"""Collects the suite's results for main, single and control, lists the missing ones, and makes their tables.
+
+A page is a function of its JSON: `rewritten` makes it again without the runs.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.output import markdown_table
-from memopd.evaluate import Measures, Result, Setting, summarise
-from memopd.evaluate.summary import Metric
+from memopd.config import load_config
+from memopd.evaluate import Estimate, Measures, Result, Setting, summarise
+from memopd.evaluate.tables import COSTS, EM, F1, PEAK, TIME, Column
 from memopd.evaluate.tables import shown as cell
 from paper.comparisons import COMPARED, compared, comparison_caption, comparison_table, mean_of
-from paper.evaluation import Part, measured_with
-from paper.page import Findings, provenance, write_page
+from paper.evaluation import Part, changed_inputs, measured_with
+from paper.page import Findings, provenance, recorded, rewrite, write_page
 from paper.settings import ARMS, Shown
 from paper.suite import Work
 
 LABELS = {"ppo": "PPO", "persistent": "persistent OPD", "memopd": "MemOPD", "student-mem1": "SFT"}
-Column = tuple[str, Metric, float, int]  # heading, metric, unit, digits
-COLUMNS: tuple[Column, ...] = (  # those of the paper's Tables 1 and 2
-    ("EM ↑", "em", 1, 3),
-    ("F1 ↑", "f1", 1, 3),
-    ("peak ↓ ×10²", "peak", 1e2, 2),
-    ("time ↓ s", "seconds", 1, 2),
-)
+COLUMNS: tuple[Column, ...] = (EM, F1, PEAK)  # the paper's, but for time
 
 
 @dataclass(slots=True)
@@ -36,6 +34,7 @@ class Collected:
     runs: dict[tuple[str, int], dict[int, list[Measures]]] = field(default_factory=dict)  # seed -> tasks
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
     machines: list[dict[str, str]] = field(default_factory=list)
+    inputs: dict[str, list[dict[str, str | None]]] = field(default_factory=dict)  # of all evaluations, each once
     missing: list[str] = field(default_factory=list)
 
     def seed_means(self, system: str, k: int) -> dict[int, dict[str, float]]:
@@ -64,9 +63,30 @@ def show(name: str, shown: Shown, work: Work, failed: dict[str, str], output: Pa
     body = own.body
     if comparisons:
         body = [*body, "## Against each other", comparison_table(comparisons), comparison_caption(comparisons)]
-    settings = {"split": work.split, "overrides": dict(work.overrides), **asdict(work.suite)}
-    made = provenance(found.machines, settings)
+    made = provenance(found.machines, settings_of(work)) | {"inputs": found.inputs}
     return write_page(name, shown, made, Findings(numbers | own.numbers, body, own.draw), output)
+
+
+def rewritten(name: str, shown: Shown, output: Path) -> list[Path]:
+    """Write the page of an experiment again from its JSON, where the runs themselves are no longer there."""
+    made = recorded(name, output)
+    systems = {label(system): system for system in shown.systems}
+    found = Collected(missing=made["missing"])
+    for line in made["results"]:
+        values = line["metrics"].items()
+        metrics: Any = {metric: estimate and Estimate(**estimate) for metric, estimate in values}
+        result = Result(line["system"], line["k"], Setting(**line["setting"]), line["tasks"], line["seeds"], metrics)
+        found.results[systems[line["system"]], line["k"]] = result
+    body: list[str] = import_module(f"paper.{name}").body(found, shown, made["settings"])
+    if lines := made["comparisons"]:
+        body += ["## Against each other", comparison_table(lines), comparison_caption(lines)]
+    return rewrite(name, shown, made, body, output)
+
+
+def settings_of(work: Work) -> dict[str, Any]:
+    """All settings: of the suite, and of the training that its arms have in common."""
+    trained: dict[str, Any] = json.loads(load_config(work.suite.training, dict(work.overrides)).as_json())
+    return {"split": work.split, "overrides": dict(work.overrides), **asdict(work.suite), "trained_with": trained}
 
 
 def label(system: str) -> str:
@@ -104,36 +124,82 @@ def _read(
         other = ", ".join(name for name in asked if read["settings"].get(name) != asked[name])
         found.missing.append(f"{what} (the existing result has another {other})")
         return None
+    if files := changed_inputs(read):
+        found.missing.append(f"{what} (the existing result is of another version of {', '.join(files)})")
+        return None
+    for name, one in read.get("inputs", {}).items():
+        if one not in found.inputs.setdefault(name, []):
+            found.inputs[name].append(one)
     if read["machine"] not in found.machines:
         found.machines.append(read["machine"])
     shared = f", {read['processes']} processes on it" if read["processes"] > 1 else ""
-    settings.append(Setting(e.grading, read["engine"] + shared, e.batch))
+    settings.append(Setting(e.grading, read["engine"] + shared, e.batch, read["processes"]))
     return [Measures(**m) for m in read["measures"]]
 
 
 def results_table(found: Collected, shown: Shown, columns: Sequence[Column]) -> str:
+    if all(r.setting.is_alone for r in found.results.values()):
+        columns = [*columns, TIME]
     heads = ["system", *(f"Q{k} {heading}" for k in shown.horizons for heading, *_ in columns)]
     rows = []
     for system in shown.systems:
         if any((system, k) in found.results for k in shown.horizons):
             results = [(found.results.get((system, k)), c) for k in shown.horizons for c in columns]
-            cells = ("–" if r is None else cell(r.metrics[c[1]], c[2], c[3]) for r, c in results)
-            rows.append([label(system), *cells])
+            rows.append([label(system), *(_cell(r, c) for r, c in results)])
     return markdown_table(heads, rows)
 
 
-def results_caption(found: Collected, work: Work) -> str:
+def costs(found: Collected) -> list[str]:
+    """A section with one row per system and k, in which our counts and MEM1's stand side by side."""
+    results = list(found.results.values())
+    columns = [c for c in COSTS if any(r.metrics.get(c[1]) for r in results)]
+    lacking = "; ".join(heading for heading, *_ in COSTS if heading not in [c[0] for c in columns])
+    rows = [[r.system, str(r.k), *(_cell(r, c) for c in columns)] for r in results]
+    caption = (
+        "MEM1 counts peak and dependency without the stable prefix q, and drops trajectories with EM = 0 from its "
+    )
+    caption += f"peak. Not recorded in these runs: {lacking}." if lacking else "peak."
+    table = markdown_table(["system", "k", *(heading for heading, *_ in columns)], rows)
+    return ["## Costs with and without q", table, caption]
+
+
+def _cell(result: Result | None, column: Column) -> str:
+    _, metric, unit, digits = column
+    estimate = None if result is None else result.metrics.get(metric)
+    return "–" if estimate is None else cell(estimate, unit, digits)
+
+
+def results_caption(found: Collected, settings: dict[str, Any]) -> str:
     results = list(found.results.values())
     tasks = ", ".join(f"{n} tasks of Q{k}" for k, n in sorted({(r.k, r.tasks) for r in results}))
     seeds = sorted({r.seeds for r in results if r.seeds > 1})
     spread = f"± standard deviation over {' or '.join(map(str, seeds))} seeds; " if seeds else ""
-    engines = sorted({f"{r.setting.engine}, {r.setting.batch_size} trajectories at once" for r in results})
+    engines = sorted({r.setting.engine for r in results})
+    at_once = max(r.setting.batch_size for r in results)
+    time = (
+        f"Time is wall time of a trajectory, one at a time: {'; '.join(engines)}."
+        if all(r.setting.is_alone for r in results)
+        else f"Time is not shown, because trajectories waited for each other: up to {at_once} at once, "
+        f"{'; '.join(engines)}; the JSON has it."
+    )
     return (
-        f"The {work.split} split: {tasks}; {sampled(asdict(work.suite.evaluation))}. EM and F1 are sums over the "
-        f"questions, grading {results[0].setting.grading}. "
+        f"The {settings['split']} split: {tasks}; {sampled(settings['evaluation'])}. {trained_with(settings)} "
+        f"EM and F1 are sums over the questions, grading {results[0].setting.grading}. "
         f"Peak counts prompt and completion in the model's own tokens. {spread}"
-        f"± standard error over tasks where a system has one run. Time is wall time of a trajectory: "
-        f"{'; '.join(engines)}."
+        f"± standard error over tasks where a system has one run. {time}"
+    )
+
+
+def trained_with(settings: dict[str, Any]) -> str:
+    """The settings that a table of learning depends on most, in a sentence."""
+    if "trained_with" not in settings:
+        return "The settings of the training were not recorded."
+    o, t, s = (settings["trained_with"][section] for section in ("optimise", "teacher", "sampling"))
+    kind = {"ppo": "GAE with a critic", "grpo": "group advantages, no critic"}.get(o["algorithm"], "its own advantages")
+    return (
+        f"All arms, also the one called PPO, are trained by {o['algorithm']} ({kind}) with learning rate "
+        f"{o['lr']:g}, sampled at temperature {s['temperature']:g}, {o['steps']} updates of {o['tasks']} tasks × "
+        f"{o['samples']} episodes; the teacher has λ = {t['weight']:g}."
     )
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from memopd.evaluate.provenance import content_digest
 from memopd.files import whole_folder
 from memopd.types import Episode
 from memopd.verify.equivalence import Progress
@@ -48,7 +49,8 @@ class Subject:
         from memopd.record import read_episodes, write_episodes
 
         tasks = tasks or self.settings.tasks[0]
-        asked = {"weights": fingerprint(Path(self.settings.model)), "tasks": tasks, "rule": rule}
+        read = {name: content_digest(where) for name, where in (("tasks", tasks), ("index", self.settings.index))}
+        asked = {"weights": fingerprint(Path(self.settings.model)), "tasks": tasks, "read": read, "rule": rule}
         asked |= {name: getattr(self.settings, name) for name in SAMPLED_WITH}
         text = json.dumps(asked, indent=1)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,6 +1,7 @@
 """Configurations: every shipped one loads, few knobs, and one line for what is wrong with one."""
 
 import dataclasses
+import functools
 import inspect
 import json
 import logging
@@ -11,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from memopd.config import SECTIONS, OptimiseConfig, RunConfig, from_tables, json_schema, load_config
+from memopd.cli.config import overrides
+from memopd.cli.options import Protocol
+from memopd.config import (
+    EVALUATED,
+    PROTOCOLS,
+    SECTIONS,
+    OptimiseConfig,
+    RunConfig,
+    from_tables,
+    json_schema,
+    load_config,
+)
+from memopd.types import Sampling
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(ROOT.joinpath("configs").glob("*.toml"))
@@ -201,6 +214,26 @@ def test_the_command_prints_the_resolved_configuration():
     assert from_tables(json.loads(shown.stdout), "stdout") == load_config(
         TRAINING, {"optimise.lr": "0.5", "run.seed": "7"}
     )
+
+
+def test_a_protocol_sets_its_settings_and_an_option_wins():
+    """MEM1's code: 6 turns, credit without the right count, its own normalisation. RUN/config.json has them by name."""
+    tasks = load_config(TRAINING).tasks
+    mem1 = dataclasses.replace(tasks, turns=6, reward="em_partial", grading="mem1")
+    of = functools.partial(overrides, short={}, protocol="mem1")
+    assert load_config(TRAINING, of([])).tasks == mem1
+    assert load_config(TRAINING, of(["--tasks.turns", "9"])).tasks == dataclasses.replace(mem1, turns=9)
+    assert load_config(TRAINING, overrides([])).tasks == tasks
+    shown = memopd(TRAINING, "--tasks.reward=f1", "--protocol", "mem1")
+    assert json.loads(shown.stdout)["tasks"] == dataclasses.asdict(dataclasses.replace(mem1, reward="f1"))
+
+
+def test_every_setting_of_a_protocol_is_a_setting():
+    for settings in PROTOCOLS.values():
+        dataclasses.replace(RunConfig().tasks, **settings)
+    for settings in EVALUATED.values():
+        Sampling(**settings)
+    assert PROTOCOLS.keys() == EVALUATED.keys() == set(Protocol)
 
 
 @pytest.mark.parametrize(

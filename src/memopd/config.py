@@ -123,9 +123,15 @@ class TasksConfig:
     max_context: Positive = Field(
         default=4096, description="the most tokens per prompt; an episode that needs more ends"
     )
-    reward: Text = Field(default="em", description="em, f1, or package.module:function")
+    reward: Text = Field(
+        default="em", description="em, f1, em_partial (MEM1's in training), or package.module:function"
+    )
     grading: Literal["squad", "mem1"] = Field(
         default="squad", description="how answers are normalised before they are compared"
+    )
+    turns: Whole = Field(default=0, description="the most turns per episode; 0: 2k + 2 for k questions")
+    prompt: Text = Field(
+        default="", description="a text file with the user turn, {questions} where the questions go; empty: our own"
     )
 
 
@@ -287,6 +293,11 @@ class RunConfig:
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
+
+# What `--protocol NAME` sets: conventions of other projects where they differ from our defaults. docs/tasks.md compares
+# them. Evaluation also samples as that project's evaluation does; a policy is trained on its whole distribution.
+PROTOCOLS: dict[str, dict[str, Any]] = {"mem1": {"turns": 6, "reward": "em_partial", "grading": "mem1"}}
+EVALUATED: dict[str, dict[str, Any]] = {"mem1": {"temperature": 0.01, "top_p": 0.95, "max_tokens": 1024}}
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(RunConfig)
 _ADAPTER = TypeAdapter(RunConfig)

@@ -61,6 +61,29 @@ def test_the_last_turn_must_answer():
     assert seen[3].text is None  # a search on the last turn ends the episode
 
 
+@pytest.mark.parametrize("task", [ONE, TWO])
+def test_a_fixed_number_of_turns_does_not_grow(task):
+    """MEM1's code has 6 whatever is asked; here 2, for one question and for two."""
+    environment = SearchEnvironment(Index(), turns=2)
+    search = "<search>a</search>"
+    assert environment.start(task).stop == STOPS
+    first, second = (environment.step([Progress(task, (search,) * n)])[0] for n in (1, 2))
+    assert (first.stop, second.text) == (LAST_STOPS, None)
+    assert SearchEnvironment(Index(), turns=1).start(task).stop == LAST_STOPS
+
+
+def test_a_prompt_of_ones_own():
+    start = SearchEnvironment(Index(), prompt="Tags: <search>. {questions} Begin.").start(TWO)
+    assert start.text == "Tags: <search>. Who?; Where? Begin."
+
+
+def test_credit_without_the_right_number_of_answers_is_a_reward_of_its_own():
+    """MEM1's reward in training: 1 for "Ann" alone. Its scores, like ours, are 0."""
+    environment = SearchEnvironment(Index(), reward="em_partial", grading="mem1")
+    outcome = environment.grade(TWO, ["<answer>the Ann</answer>"])
+    assert (outcome.reward, outcome.em, outcome.valid) == (1.0, 0.0, False)
+
+
 def test_grades_the_last_response():
     environment = SearchEnvironment(Index())
     outcome = environment.grade(TWO, ["<answer>Ann; Vel</answer>", "<answer>Ann; nowhere</answer>"])

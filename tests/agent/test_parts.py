@@ -94,6 +94,19 @@ def test_users_parts_get_what_they_ask_for():
     assert environment.index is memory.index is index
 
 
+def test_turns_and_a_prompt_reach_an_environment_that_takes_them(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Say it: {questions}")
+    named = TasksConfig(turns=6, prompt=str(tmp_path / "prompt.txt"))
+    environment, _ = build_parts(named, tokenizer, Nothing())
+    assert (environment.turns, environment.prompt) == (6, "Say it: {questions}")
+    ours, _ = build_parts(TasksConfig(), tokenizer, Nothing())
+    assert (ours.turns, ours.prompt) == (SearchEnvironment(Nothing()).turns, SearchEnvironment(Nothing()).prompt)
+    for setting, value in (("turns", 6), ("prompt", str(tmp_path / "prompt.txt"))):
+        wrong = TasksConfig(environment="their_parts:World", **{setting: value})
+        with pytest.raises(ValueError, match=f"^tasks.{setting}: the environment 'their_parts:World' has no parameter"):
+            check_parts(wrong)
+
+
 def test_an_index_is_opened_only_for_who_asks_for_it():
     """Both name a folder that is not there."""
     named = TasksConfig(index="/nowhere", environment="their_parts:World")
@@ -121,7 +134,7 @@ def test_an_index_is_opened_only_for_who_asks_for_it():
         ("environment", "their_parts:number", "must be a class with start, step, grade, got int"),
         ("environment", "their_parts:Half", "must be a class with start, step, grade; it has no step, grade"),
         ("environment", "their_parts:Library", "needs teleport; available: index, topk, reward, grading"),
-        ("reward", "precision", "'precision' is not one of em, f1; write module:name for your own"),
+        ("reward", "precision", "'precision' is not one of em, f1, em_partial; write module:name for your own"),
         ("reward", "their_parts:sum", "module 'their_parts' has no 'sum'"),
         ("reward", "their_parts:number", "must be a function, got int"),
         ("reward", "their_parts:Greedy", r"must be a function of \(task, responses\)"),  # though it takes two

@@ -10,6 +10,7 @@ from memopd.agent.protocol import (
     hint,
     information,
     read_action,
+    read_prompt,
     summary_of,
     user_message,
 )
@@ -80,6 +81,29 @@ def test_a_query_is_cut():
 def test_user_message_joins_questions():
     task = Task("t", (Question("0", "Who?", ("a",)), Question("1", " where ", ("b",)), Question("2", "what ?", ("c",))))
     assert user_message(task).endswith("\nQuestions: Who?; where?; what?")
+
+
+def test_a_prompt_from_a_file(tmp_path):
+    (tmp_path / "mine.txt").write_text("Élan. {questions}\n{other}\n")
+    prompt = read_prompt(str(tmp_path / "mine.txt"))
+    task = Task("t", (Question("0", "Who?", ("a",)), Question("1", "{questions}", ("b",))))
+    assert user_message(task, prompt) == "Élan. Who?; {questions}?\n{other}\n"  # only the prompt has a place to fill
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "cannot be read as text"),
+        (b"\xff{questions}", "cannot be read as text"),
+        (b"no place", r"must contain \{questions\} once, where the questions go; it does 0 times"),
+        (b"{questions} {questions}", "it does 2 times"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_one_line(tmp_path, content, line):
+    if content is not None:
+        (tmp_path / "mine.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=f"^--prompt: '.*mine.txt' .*{line}"):
+        read_prompt(str(tmp_path / "mine.txt"), "--prompt")
 
 
 def test_information_and_back():

@@ -6,7 +6,7 @@ import pytest
 
 from memopd.agent import Outcome
 from memopd.evaluate import Measures, measure, measure_all, measure_outcomes
-from memopd.evaluate.metrics import dependency, peak, peak_without_q, seconds
+from memopd.evaluate.metrics import dependency, dependency_without_q, peak, peak_without_q, seconds
 from memopd.tasks import Question, Task
 from memopd.types import Call, Episode, Segment
 
@@ -41,6 +41,7 @@ def test_an_episode_by_hand():
         peak_without_q=53,
         dependency=18 * (10 + 9) + 28 * (35 + 14),  # 342 + 1372
         seconds=2.5,
+        dependency_without_q=18 * (0 + 9) + 28 * (25 + 14),  # 162 + 1092
     )
 
 
@@ -52,6 +53,14 @@ def test_peak_is_of_one_call_not_of_the_last():
 def test_peak_without_q_needs_to_know_q_of_every_call():
     assert peak_without_q([call("q" * 5, "a" * 20, q=5), call("q" * 9, "a" * 3, q=5)]) == 20
     assert peak_without_q([call("q" * 5, "a" * 20, q=5), call("q" * 9, "a" * 3)]) is None
+
+
+def test_dependency_without_q_needs_to_know_q_of_every_action():
+    known, unknown = call("q" * 5 + "m" * 4, "a" * 3, q=5), call("q" * 5, "a")
+    assert dependency_without_q(episode(known, known)) == 2 * 3 * (4 + 1)
+    assert dependency_without_q(episode(known, unknown)) is None
+    note = replace(unknown, purpose="note")  # it does not read q: 1 · (5 + 0)
+    assert dependency_without_q(episode(known, note)) == 3 * (4 + 1) + 5
 
 
 @pytest.mark.parametrize(
@@ -92,6 +101,7 @@ def test_a_note_costs_but_is_no_turn():
     got = measure(episode(note, answer, note), TASK, decode)
     assert (got.em, got.calls, got.peak, got.peak_without_q) == (2, 1, 33, 28)
     assert got.dependency == 28 * (5 + 14) + 2 * 6 * (90 + 3)
+    assert got.dependency_without_q == 28 * (0 + 14) + 2 * 6 * (90 + 3)
     named = measure(episode(note, replace(answer, purpose="answer")), TASK, decode)  # every call has a purpose: all act
     assert (named.em, named.calls, named.peak) == (2, 2, 96)
 

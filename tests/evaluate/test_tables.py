@@ -13,13 +13,14 @@ from memopd.evaluate import (
     Setting,
     compare,
     comparison_table,
+    costs_table,
     summarise,
     table_1,
     table_2,
 )
-from memopd.evaluate.summary import by_task
+from memopd.evaluate.summary import METRICS, by_task
 
-SETTING = Setting("squad", "scripted", 8)
+SETTING = Setting("squad", "scripted", 1)
 
 
 def measures(task: str, em: float, k: int = 2, seconds: float | None = 2.0, peak: int = 700) -> Measures:
@@ -92,10 +93,10 @@ def test_table_1_has_the_papers_columns_and_says_how_they_were_made():
     assert f"system {heading}" in lines
     two_cells = "1.000 ± 1.000 1.000 ± 1.000 8.00 ± 1.00 2.00 ± 0.00"
     assert f"[sft] 3B {two_cells} 4.000 ± 0.000 4.000 ± 0.000 7.00 ± 0.00 2.00 ± 0.00" in lines
-    assert "other 1.000 ± 0.000 1.000 ± 0.000 8.00 ± 0.00 2.00 ± 0.00 - - - -" in lines
+    assert "other 1.000 ± 0.000 1.000 ± 0.000 8.00 ± 0.00 - - - - -" in lines  # its trajectories shared the engine
     assert "grading squad" in shown
-    assert "[sft] 3B: 2 tasks of Q2, 2 tasks of Q8; ± standard error; time on scripted, batch 8." in shown
-    assert "other: 2 tasks of Q2; ± standard deviation over 5 seeds; time on vLLM, batch 64." in shown
+    assert "[sft] 3B: 2 tasks of Q2, 2 tasks of Q8; ± standard error; time on scripted, one trajectory" in shown
+    assert "other: 2 tasks of Q2; ± standard deviation over 5 seeds; no time, because 64 trajectories" in shown
 
 
 def test_table_2_has_dependency():
@@ -103,6 +104,50 @@ def test_table_2_has_dependency():
     shown = text(table_2([result]))
     assert "Q1 dependency ↓ ×10⁵" in shown
     assert "1.500 ± 0.000" in shown
+
+
+@pytest.mark.parametrize("setting", [Setting("squad", "local", 2), Setting("squad", "local", 1, processes=2)])
+def test_time_is_shown_only_where_trajectories_do_not_wait_for_each_other(setting):
+    result = summarise("s", [[measures("t0", 1), measures("t1", 0)]], setting)
+    shown = text(table_1([result]))
+    assert "time ↓" not in shown
+    assert "no time, because 2 trajectories shared the engine (local): --batch 1 measures it" in " ".join(shown.split())
+    assert result.as_dict()["metrics"]["seconds"]["mean"] == 2  # with the setting beside it
+    assert "Q2 time ↓ s" in text(table_1([replace(result, setting=SETTING)]))
+
+
+def test_costs_with_and_without_q_by_hand():
+    """Three tasks: EM 2, 0 and 1 (no list of the right length in the second); q has 200 tokens."""
+    rows = [("t0", 2, 600, 9e4), ("t1", 0, 1000, 6e4), ("t2", 1, 800, 3e4)]
+    run = [
+        Measures(task, 2, em, em, em > 0, 3, peak, peak - 200, int(cost), 1.0, int(cost / 3))
+        for task, em, peak, cost in rows
+    ]
+    found = summarise("s", [run], SETTING).metrics
+    assert {name: found[name].mean for name in ("valid", "peak", "peak_without_q", "peak_without_q_em0_dropped")} == {
+        "valid": pytest.approx(2 / 3),
+        "peak": 800,  # (600 + 1000 + 800) / 3
+        "peak_without_q": 600,  # (400 + 800 + 600) / 3
+        "peak_without_q_em0_dropped": 500,  # (400 + 600) / 2
+    }
+    assert found["peak_without_q_em0_dropped"].n == 2
+    assert (found["dependency"].mean, found["dependency_without_q"].mean) == (60_000, 20_000)
+    lines = [
+        " ".join(line.replace("│", " ").split())
+        for line in text(costs_table([summarise("s", [run[:1]], SETTING)])).splitlines()
+    ]
+    assert "s 2 100.0 6.00 4.00 4.00 0.900 0.300" in lines
+    shown = text(costs_table([summarise("s", [run], SETTING)]))
+    for heading in ("valid answers ↑ %", "peak without q, EM = 0 dropped", "dependency without q"):
+        assert heading in shown
+
+
+def test_episodes_are_dropped_before_they_are_averaged_by_task():
+    run = [replace(measures("t0", em), peak_without_q=peak) for em, peak in ((0, 900), (1, 500), (2, 300))]
+    assert by_task(run, "peak_without_q_em0_dropped") == {"t0": 400}
+    assert by_task(run[:1], "peak_without_q_em0_dropped") is None  # nothing is left
+    assert summarise("s", [run[:1]], SETTING).metrics["peak_without_q_em0_dropped"] is None
+    assert by_task([measures("t0", 1)], "peak_without_q_em0_dropped") is None  # which part is q was not recorded
 
 
 def test_tables_do_not_mix_gradings_or_lines():
@@ -119,4 +164,5 @@ def test_results_are_json():
     read = json.loads(json.dumps(result.as_dict()))
     assert read["metrics"]["em"] == {"mean": 1.0, "spread": None, "n": 1}
     assert read["metrics"]["peak_without_q"] is None
-    assert read["setting"] == {"grading": "squad", "engine": "scripted", "batch_size": 8}
+    assert read["setting"] == {"grading": "squad", "engine": "scripted", "batch_size": 1, "processes": 1}
+    assert set(read["metrics"]) == set(METRICS)

@@ -67,8 +67,15 @@ def test_tokenizers_must_mean_the_same(tmp_path):
         tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="x"))
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / name)
     a, b, c = (str(tmp_path / name) for name in "abc")
-    assert check_same_tokenizer(a, c)
-    assert not check_same_tokenizer(a, str(tmp_path / "none"))
+    check_same_tokenizer(a, c)
+    check_same_tokenizer("/one/model", "/one/model")  # it has one meaning for an id, whatever that is
+    (tmp_path / "bare").mkdir()
+    for student, teacher in ((a, "none"), (a, "bare"), ("bare", a)):
+        paths = [path if path == a else str(tmp_path / path) for path in (student, teacher)]
+        with pytest.raises(
+            ValueError, match="a teacher is used only if its tokenizer and the student's can be compared"
+        ):
+            check_same_tokenizer(*paths)
     with pytest.raises(ValueError, match="different tokenizers") as error:
         check_same_tokenizer(a, b)
     assert a in str(error.value)

@@ -13,6 +13,7 @@ from memopd import cli
 from memopd.agent import Agent, repeat
 from memopd.agent.parts import build_parts
 from memopd.config import TasksConfig
+from memopd.files import digest
 from memopd.tasks.files import read_tasks
 from memopd.types import Sampling
 from memopd.world.oracle import Oracle
@@ -88,6 +89,8 @@ def test_domain(run):
     assert again == found | {"differs": "Another world."}
     assert reworded == f"{text}\n## Why ours differ\n\nAnother world.\n"
     assert run("domain", options=["--collect"])[1] == text
+    assert found["inputs"].keys() == {"model", "teacher", "tasks", "index"}
+    assert found["inputs"]["tasks"][0]["sha256"] == digest(folder() / "world" / "tasks" / "test-q2.parquet")
     assert found["sampled"] == found["sampled_tokens"]
     assert found["response_spurious"] > found["trajectory_spurious"] > 0
     assert f"{found['response_spurious']:,}" in text

@@ -74,6 +74,12 @@ def test_evaluation_makes_what_is_missing_and_nothing_twice(work, capsys):
     files[0].write_text(json.dumps(found | {"weights": "of another model"}))
     assert not is_made(plan, plan.parts[0])
     assert is_made(replace(plan, model="gone"), plan.parts[0])  # results outlive the model
+    files[0].write_text(json.dumps(found))
+    assert found["inputs"].keys() == {"model", "tasks", "index"}
+    assert (found["played_with"]["topk"], found["played_with"]["turns"]) == (3, 0)
+    found["inputs"]["tasks"]["sha256"] = "of other tasks"
+    files[0].write_text(json.dumps(found))
+    assert not is_made(plan, plan.parts[0])
 
 
 def test_several_episodes_of_a_task(work):

@@ -7,11 +7,13 @@ import pytest
 from small import write_result
 from typer.testing import CliRunner
 
+from memopd.config import load_config
+from memopd.evaluate.provenance import identity
 from paper.__main__ import app
 from paper.evaluation import Part, measured_with
 from paper.settings import Shown, Suite
 from paper.suite import Work
-from paper.trained import show
+from paper.trained import rewritten, show
 
 SYSTEMS = ("student-mem1", "ppo", "memopd")
 SHOWN = Shown(
@@ -50,8 +52,9 @@ def test_numbers_by_hand(work, tmp_path):
     assert f1["SFT"] == {"mean": 1.0, "spread": pytest.approx(0.5), "n": 2}
     assert f1["PPO"] == {"mean": 1.25, "spread": pytest.approx(0.125**0.5), "n": 2}
     assert f1["MemOPD"] == {"mean": 1.75, "spread": pytest.approx(0.125**0.5), "n": 2}
-    assert "| PPO | 0.750 ± 0.354 | 1.250 ± 0.354 | 4.50 ± 0.00 | 2.00 ± 0.00 |" in text
-    assert "| SFT | 0.500 ± 0.500 | 1.000 ± 0.500 | 4.50 ± 0.50 | 2.00 ± 0.00 |" in text
+    assert "| PPO | 0.750 ± 0.354 | 1.250 ± 0.354 | 4.50 ± 0.00 |\n" in text
+    assert "| SFT | 0.500 ± 0.500 | 1.000 ± 0.500 | 4.50 ± 0.50 |\n" in text
+    assert "Time is not shown, because trajectories waited for each other: up to 256 at once, local, test" in text
     ahead = next(c for c in made["comparisons"] if c["metric"] == "f1" and c["b"] == "PPO")
     assert ahead["difference"] == 0.5
     assert ahead["relative"] == pytest.approx(0.4)
@@ -63,6 +66,57 @@ def test_numbers_by_hand(work, tmp_path):
     assert made["missing"] == []
     assert "Ours are smaller." in text
     assert (tmp_path / "main.png").stat().st_size > 1000
+
+
+def test_time_is_shown_where_trajectories_run_one_at_a_time(work, tmp_path):
+    alone = replace(work, suite=replace(work.suite, evaluation=replace(work.suite.evaluation, batch=1)))
+    for file in alone.folder.glob("evaluations/test/*.json"):
+        found = json.loads(file.read_text())
+        file.write_text(json.dumps(found | {"settings": found["settings"] | {"batch": 1}}))
+    show("main", SHOWN, alone, {}, tmp_path)
+    text = read(tmp_path)[1]
+    assert "| PPO | 0.750 ± 0.354 | 1.250 ± 0.354 | 4.50 ± 0.00 | 2.00 ± 0.00 |" in text
+    assert "Time is wall time of a trajectory, one at a time: local, test." in text
+
+
+def test_a_page_has_the_settings_of_its_training_and_costs_both_ways(work, tmp_path):
+    show("main", SHOWN, work, {}, tmp_path)
+    made, text = read(tmp_path)
+    assert made["settings"]["trained_with"] == json.loads(load_config(work.suite.training).as_json())
+    assert "trained by grpo (group advantages, no critic) with learning rate 3e-05, sampled at temperature 1" in text
+    assert "the teacher has λ = 1." in text
+    # Two tasks, peaks of 400 and 500, 200 without q; dependency without q was not recorded.
+    assert "| SFT | 2 | 100.0 ± 0.0 | 4.50 ± 0.50 | 2.00 ± 0.00 | 2.00 | 0.500 ± 0.000 |" in text  # EM 0 is dropped
+    assert "Not recorded in these runs: dependency without q ↓ ×10⁵." in text
+    assert made["commit"] is None or f"commit {made['commit'][:12]}" in text
+
+
+def test_a_page_is_made_again_from_its_json_alone(work, tmp_path):
+    for name in ("main", "single", "control"):
+        show(name, SHOWN, work, {}, tmp_path)
+        made, text = read(tmp_path, name)
+        changed = replace(SHOWN, differs="Other words.")
+        rewritten(name, changed, tmp_path)
+        again, reworded = read(tmp_path, name)
+        assert again == made | {"differs": "Other words."}
+        assert reworded == text.replace("Ours are smaller.", "Other words.")
+    with pytest.raises(ValueError, match=r"other\.json: there is no result yet"):
+        rewritten("other", SHOWN, tmp_path)
+
+
+def test_a_result_of_tasks_that_changed_is_not_used(work, tmp_path):
+    tasks = tmp_path / "tasks.parquet"
+    tasks.write_text("before")
+    file = work.result_of("memopd", 1, 2)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"inputs": {"tasks": identity(tasks)}}))
+    show("main", SHOWN, work, {}, tmp_path)
+    made, _ = read(tmp_path)
+    assert (made["missing"], made["inputs"]) == ([], {"tasks": [identity(tasks)]})
+    tasks.write_text("after")
+    show("main", SHOWN, work, {}, tmp_path)
+    assert read(tmp_path)[0]["missing"] == [
+        f"MemOPD, seed 1, Q2 (the existing result is of another version of {tasks})"
+    ]
 
 
 def test_long_tasks_show_how_many_answers_count(work, tmp_path):
@@ -118,6 +172,11 @@ def test_the_command_makes_tables_of_what_is_there(work, tmp_path):
     made, text = read(tmp_path / "out")
     assert "| MemOPD − PPO | Q2 F1 | +0.500 | +40.0 % | 2 of 2 |" in text
     assert made["command"].startswith("python -m paper")
+    for file in work.folder.rglob("*.json"):
+        file.unlink()
+    again = CliRunner().invoke(app, ["main", *map(str, places), "--collect"], catch_exceptions=False)
+    assert again.stdout.split() == [str(tmp_path / "out" / f"main{suffix}") for suffix in (".json", ".md")]
+    assert read(tmp_path / "out") == (made, text)
     two = CliRunner().invoke(app, ["main", "single", *map(str, places)])
     assert "--config belongs to one experiment" in str(two.exception)
 

@@ -145,6 +145,10 @@ def test_evaluations_have_intervals_and_differences(tmp_path):
     assert after["against_first"]["em"]["low"] > 0
     assert after["against_first"]["em"]["p"] < 0.01
     assert same["against_first"] == after["against_first"]
+    assert after["metrics"]["seconds"] is None  # sixteen episodes shared the engine
+    file = run / "evaluation" / "after.json"
+    file.write_text(file.read_text().replace('"batch_size": 16', '"batch_size": 1'))
+    assert tables(read_runs([run]))[0]["lines"][1]["metrics"]["seconds"] is not None
 
 
 def test_evaluations_on_other_tasks_are_not_compared(tmp_path):

@@ -188,6 +188,26 @@ def test_rewards_by_name():
     assert reward_of("em")(TASK, []) == 0
 
 
+@pytest.mark.parametrize(
+    ("answer", "partial", "em"),
+    [
+        ("Oskel; 1871", 2, 2),
+        ("Oskel", 1, 0),  # one of two is missing
+        ("1871", 0, 0),  # answers are compared in order
+        ("Oskel; 1871; 1872", 2, 0),  # one too many
+        ("nobody; the 1871", 1, 1),  # articles go
+        ("; ", 0, 0),
+    ],
+)
+def test_partial_credit_by_hand(answer, partial, em):
+    task = Task("t", questions(("Oskel",), ("1871",)))
+    responses = ["<answer>Oskel; 1871</answer>", f"<answer>{answer}</answer>"]
+    assert reward_of("em_partial")(task, responses) == partial
+    assert reward_of("em_partial", "mem1")(task, responses) == partial  # it normalises as SQuAD under both gradings
+    assert reward_of("em")(task, responses) == em
+    assert reward_of("em_partial")(task, ["no answer"]) == reward_of("em_partial")(task, []) == 0
+
+
 def test_rewards_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "their_rewards.py").write_text(
         "def count(task, responses): return len(responses) + task.k\n"
@@ -211,8 +231,8 @@ def test_rewards_of_the_users_own(tmp_path, monkeypatch):
         "their_rewards:one": r"must be a function of \(task, responses\)",
         "their_reward:count": "No module named 'their_reward'; put its folder in PYTHONPATH, or run from it",
         "their_broken_rewards:count": "No module named 'no_such_thing'",
-        "their_rewards": "'their_rewards' is not one of em, f1; write module:name for your own",
-        "precision": "'precision' is not one of em, f1; write module:name for your own",
+        "their_rewards": "'their_rewards' is not one of em, f1, em_partial; write module:name for your own",
+        "precision": "'precision' is not one of em, f1, em_partial; write module:name for your own",
     }.items():
         with pytest.raises(ValueError, match=message):
             reward_of(name)

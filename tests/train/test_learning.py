@@ -23,6 +23,7 @@ from command import Command, memopd
 from live import policy, world
 
 from memopd.config import load_config
+from memopd.evaluate.provenance import source
 from memopd.record import read_episodes
 from memopd.train.log import read_metrics
 
@@ -135,13 +136,16 @@ def write_result(runs: list[Path], file: Path) -> list[tuple[float, float]]:
             }
         )
     mean, error = together(gains)
-    o = load_config(CONFIG).optimise
+    trained = json.loads((runs[0] / "config.json").read_text())
+    o = trained["optimise"]
     result = {
+        **source(),
         "date": datetime.now(UTC).date().isoformat(),
         "command": "pytest -m slow tests/train/test_learning.py",
         "machine": f"CPU, {platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}",
-        "what": f"configs/world.toml: {UPDATES} updates of {o.tasks} tasks x {o.samples} "
+        "what": f"configs/world.toml: {UPDATES} updates of {o['tasks']} tasks x {o['samples']} "
         f"episodes of two questions; mean reward of the last {EACH} updates less the first {EACH}; errors over tasks",
+        "trained_with": trained,
         "gain": round(mean, 4),
         "standard_error": round(error, 4),
         "seeds": found,

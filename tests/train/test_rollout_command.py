@@ -71,7 +71,13 @@ def test_killed_and_gone_on_with(whole, tmp_path):
 
 
 def test_a_store_of_other_settings_is_not_gone_on_with(whole):
-    for more in (("--seed", 3), ("--memory", "full_response"), ("--temperature", 0.5), ("--max-tokens", 7)):
+    for more in (
+        ("--seed", 3),
+        ("--memory", "full_response"),
+        ("--temperature", 0.5),
+        ("--max-tokens", 7),
+        ("--top-p", 0.5),
+    ):
         line = memopd(*arguments(whole[0], *more)).line()
         assert f"has episodes sampled with {more[0]}" in line
         assert "choose another store" in line

@@ -12,6 +12,7 @@ from tiny import recorded, workshop
 from transformers import AutoTokenizer
 
 from memopd.agent import Observation, Outcome
+from memopd.cli.train import check_replay
 from memopd.compile import persistent_history
 from memopd.config import load_config
 from memopd.engine.vllm.engine import StaleWeights
@@ -20,6 +21,7 @@ from memopd.train import engines
 from memopd.train.learner import build
 from memopd.train.log import read_metrics
 from memopd.train.source import Replay, Sampler, open_source
+from memopd.types import Sampling
 
 CPU = torch.device("cpu")
 
@@ -30,6 +32,18 @@ def test_replay_goes_round(tmp_path):
     ids = [[e.id[-1] for e in source.episodes(step)] for step in range(3)]
     assert ids == [["0", "1", "2"], ["3", "4", "0"], ["1", "2", "3"]]
     assert len(Replay(str(tmp_path / "store"), 100).episodes(7)) == 5
+
+
+def test_a_store_from_a_cut_distribution_is_refused_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "c.toml").write_text(f'[model]\nstudent = "/nowhere"\n[sampling]\nreplay = "{tmp_path / "store"}"\n')
+    episodes = recorded(episodes=8)[:2]
+    write_episodes(tmp_path / "store", [replace(e, sampling=Sampling(top_p=0.95)) for e in episodes])
+    config = load_config(tmp_path / "c.toml")
+    with pytest.raises(ValueError, match=r"was sampled with top-p or top-k: .* sample from the whole distribution"):
+        check_replay(config)
+    write_episodes(tmp_path / "whole", episodes)
+    check_replay(load_config(tmp_path / "c.toml", {"sampling.replay": str(tmp_path / "whole")}))
+    check_replay(load_config(tmp_path / "c.toml", {"sampling.replay": ""}))
 
 
 def test_the_same_episodes_are_left_out_in_all_three_arms(tmp_path):

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from memopd import cli
 from memopd.agent.memory import RULES
+from memopd.files import digest
 from memopd.record import read_episodes
 from memopd.tasks.files import read_tasks
 from memopd.verify.families import tiny_model
@@ -113,6 +114,67 @@ def test_evaluate(world, scripted, tmp_path):
     assert len(found["tasks"][0][0]) == 10
 
 
+def test_a_protocol_reaches_a_rollout_and_an_option_wins(world, scripted, tmp_path):
+    """The oracle needs at least a turn per question: with six turns it cannot know eight answers."""
+    (tmp_path / "mine.txt").write_text("My own words. {questions}")
+    protocol = ["--protocol", "mem1", "--prompt", tmp_path / "mine.txt"]
+    found = {}
+    nine = [*protocol, "--turns", 9, "--top-p", 0.95]
+    for name, options in {"ours": [], "six": protocol, "nine": nine}.items():
+        memopd("rollout", world / "tasks/dev-q8.parquet", *scripted, "-o", tmp_path / name, "--limit", 2, *options)
+        found[name] = list(read_episodes(tmp_path / name))
+    assert [e.reward for e in found["ours"]] == [8.0, 8.0]
+    assert [len(e.calls) for e in found["six"]] == [6, 6]
+    assert [len(e.calls) for e in found["nine"]] == [9, 9]
+    assert [found[name][0].sampling.top_p for name in found] == [1.0, 1.0, 0.95]  # a rollout samples as training does
+    assert all(a.reward < b.reward < 8 for a, b in zip(found["six"], found["nine"], strict=True))
+    decode = AutoTokenizer.from_pretrained(world / "tokenizer").decode
+    assert ["My own words. " in decode(found[name][0].calls[0].prompt) for name in found] == [False, True, True]
+
+
+def test_a_protocol_reaches_an_evaluation(world, scripted):
+    given = ["--protocol", "mem1", "--limit", 2, "--json", "--max-tokens", 50]
+    shown = json.loads(memopd("evaluate", world / "tasks/dev-q1.parquet", *scripted, *given))
+    assert shown["results"][0]["setting"]["grading"] == "mem1"
+    used = shown["provenance"]["settings"]
+    assert (used["turns"], used["reward"], used["temperature"], used["top_p"]) == (6, "em_partial", 0.01, 0.95)
+    assert used["max_tokens"] == 50
+
+
+def test_results_know_what_they_are_of(world, scripted, tmp_path, caplog):
+    tasks = tmp_path / "tasks.parquet"
+    tasks.write_bytes((world / "tasks/dev-q1.parquet").read_bytes())
+    options = [tasks, *scripted, "--limit", 2, "--memory", "window:3"]
+    memopd("evaluate", *options, "-o", tmp_path / "a.json")
+    made = json.loads((tmp_path / "a.json").read_text())["provenance"]
+    assert made["inputs"]["tasks"] == [{"path": str(tasks), "sha256": digest(tasks)}]
+    assert made["inputs"].keys() == {"tasks", "tokenizer", "index"}
+    assert (made["settings"]["memory"], made["settings"]["seeds"]) == ("window:3", 1)
+    assert made["command"].startswith("memopd evaluate ")
+    memopd("evaluate", *options, "--against", tmp_path / "a.json")
+    assert not caplog.messages
+    tasks.write_bytes((world / "tasks/dev-q2.parquet").read_bytes())
+    memopd("evaluate", world / "tasks/dev-q1.parquet", *options[1:], "--against", tmp_path / "a.json")
+    assert [m for m in caplog.messages if "has changed" in m] == [
+        f"{tmp_path / 'a.json'}: {tasks} has changed since: these results are of another version of it"
+    ]
+
+
+def test_a_store_has_episodes_of_one_making(world, scripted, tmp_path):
+    words, store = tmp_path / "mine.txt", tmp_path / "store"
+    words.write_text("Mine. {questions}")
+    given = ["rollout", world / "tasks/dev-q1.parquet", *scripted, "-o", store, "--limit", 1, "--prompt", words]
+    memopd(*given)
+    memopd(*given, "--limit", 2)
+    made = json.loads((store / "rollout.json").read_text())
+    assert made["inputs"]["prompt"] == {"path": str(words), "sha256": digest(words)}
+    said = memopd(*given, "--reward", "f1", status=2)
+    assert "has episodes made with --reward em: choose another store" in " ".join(said.split())
+    words.write_text("Others. {questions}")
+    assert "has changed since its episodes were made" in " ".join(memopd(*given, status=2).split())
+    assert len(list(read_episodes(store))) == 2
+
+
 def test_audit_shows_a_row_per_memory_rule(world, scripted, tmp_path):
     """Rollout context equivalence under every rule, the paper's Table 4."""
     from transformers import AutoTokenizer
@@ -156,7 +218,13 @@ def test_errors_say_what_to_do(world, tmp_path, arguments, says):
 
 def test_a_rollout_says_at_its_start_what_training_will_ask(world, tmp_path, caplog):
     options = ["--index", world / "index", "-o", tmp_path / "e", "--model", "/nowhere/at/all"]  # nothing is sampled
-    for temperature, said in ((1.0, []), (0.01, ["training can use it only with sampling.temperature = 0.01"])):
+    whole = "training cannot use it: sampled with top-p or top-k, not from the whole distribution"
+    for changed, said in (
+        (["--temperature", 1.0], []),
+        (["--temperature", 0.01], ["training can use it only with sampling.temperature = 0.01"]),
+        (["--top-p", 0.95], [whole]),
+        (["--protocol", "mem1"], []),  # as in training: MEM1's evaluation alone cuts the distribution
+    ):
         caplog.clear()
-        memopd("rollout", world / "tasks/dev-q1.parquet", *options, "--temperature", temperature, status=2)
+        memopd("rollout", world / "tasks/dev-q1.parquet", *options, *changed, status=2)
         assert [r.getMessage() for r in caplog.records] == [f"{tmp_path / 'e'}: {line}" for line in said]

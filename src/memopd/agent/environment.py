@@ -11,7 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from memopd.agent.protocol import LAST_STOPS, STOPS, Action, Kind, information, read_action, user_message
+from memopd.agent.protocol import (
+    INSTRUCTIONS,
+    LAST_STOPS,
+    QUESTIONS,
+    STOPS,
+    Action,
+    Kind,
+    information,
+    read_action,
+    user_message,
+)
 from memopd.retrieval import Index
 from memopd.tasks import Task
 from memopd.tasks.grading import Grading, Reward, grade, reward_of
@@ -64,7 +74,10 @@ class Environment(Protocol):
 
 
 def turns_for(k: int) -> int:
-    """Two searches per question, the answer, and one spare turn: 6 for two questions, as in MEM1's training."""
+    """Two searches per question, the answer, and one spare turn: 6 for two questions, as in MEM1's training.
+
+    MEM1's code has 6 turns for any number of questions.
+    """
     return 2 * k + 2
 
 
@@ -74,12 +87,13 @@ class SearchEnvironment:
 
     index: Index
     topk: int = 3
-    turns: Callable[[int], int] = turns_for
-    reward: str | Reward = "em"  # or "f1", or "module:function", or a function of (task, responses)
+    turns: int = 0  # the most turns per episode; 0: `turns_for` the number of questions
+    reward: str | Reward = "em"  # or another of REWARDS, or "module:function", or a function of (task, responses)
     grading: Grading = "squad"
+    prompt: str = INSTRUCTIONS + QUESTIONS  # the user turn, with a place for the questions
 
     def start(self, task: Task) -> Observation:
-        return Observation(user_message(task), self._stops(task, turn=0))
+        return Observation(user_message(task, self.prompt), self._stops(task, turn=0))
 
     def step(self, live: Sequence[Progress]) -> list[Observation]:
         actions = [self._action(p) for p in live]
@@ -100,13 +114,16 @@ class SearchEnvironment:
         return Outcome(reward(task, responses), graded.em, graded.f1, graded.valid)
 
     def _action(self, progress: Progress) -> Action:
-        last = len(progress.responses) >= self.turns(progress.task.k)
+        last = len(progress.responses) >= self._turns(progress.task)
         return read_action(progress.responses[-1], last)
 
     def _observation(self, progress: Progress, documents: list[tuple[str, str]]) -> Observation:
         turn = len(progress.responses)
-        left = self.turns(progress.task.k) - turn
+        left = self._turns(progress.task) - turn
         return Observation(information(documents, left), self._stops(progress.task, turn))
 
     def _stops(self, task: Task, turn: int) -> tuple[str, ...]:
-        return LAST_STOPS if turn >= self.turns(task.k) - 1 else STOPS
+        return LAST_STOPS if turn >= self._turns(task) - 1 else STOPS
+
+    def _turns(self, task: Task) -> int:
+        return self.turns or turns_for(task.k)

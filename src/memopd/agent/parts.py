@@ -13,6 +13,7 @@ from typing import Any
 from memopd.agent.codec import codec_of
 from memopd.agent.environment import Environment, SearchEnvironment
 from memopd.agent.memory import Memory, named_rule
+from memopd.agent.protocol import read_prompt
 from memopd.config import TasksConfig
 from memopd.names import build, check_parameters, parameters, resolve
 from memopd.retrieval import Index, open_index
@@ -22,7 +23,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"search": SearchEnvironme
 
 # The parameters that the constructor of each kind of part may have.
 OFFERED = {
-    "environment": ("index", "topk", "reward", "grading", "tokenizer"),
+    "environment": ("index", "topk", "reward", "grading", "turns", "prompt", "tokenizer"),
     "memory": ("codec", "tokenizer", "index"),
 }
 
@@ -60,7 +61,10 @@ def build_parts(
         "topk": tasks.topk,
         "reward": reward_of(tasks.reward, grading, f"{flag}reward"),
         "grading": grading,
+        "turns": tasks.turns,
     }
+    if tasks.prompt:
+        offered["prompt"] = read_prompt(tasks.prompt, f"{flag}prompt")
     if index is None and tasks.index and any("index" in parameters(part.make) for part in parts):
         index = open_index(tasks.index)
     if index is not None:
@@ -76,6 +80,11 @@ def _named(tasks: TasksConfig, has_index: bool, flag: str) -> tuple[_Part, _Part
     rule, size = named_rule(f"{flag}memory", tasks.memory)
     environment = _Part("environment", f"{flag}environment", tasks.environment, world, {})
     memory = _Part("memory", f"{flag}memory", tasks.memory, rule, size)
+    if tasks.prompt:
+        read_prompt(tasks.prompt, f"{flag}prompt")
+    for name in ("turns", "prompt"):
+        if getattr(tasks, name) and name not in parameters(world):
+            raise ValueError(f"{flag}{name}: the environment {tasks.environment!r} has no parameter {name} to take it")
     for part in (environment, memory):
         part.check()
         if not has_index and parameters(part.make).get("index") is False:  # it has no default

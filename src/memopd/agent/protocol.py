@@ -1,5 +1,8 @@
 """MEM1's interaction in text: the agent's instructions, the actions in its responses, and its observations.
 
+The tags, their order and the memory are MEM1's. The wording of the instructions and of the hint is our own; a user
+names other instructions by `tasks.prompt`.
+
 q      chat template of: instructions, then the questions joined by "; "
 a_t    <think> summary </think> <search> keywords </search>      or      ... <answer> a1; a2 </answer>
 o_t    <information>  the number of turns left, then the documents  </information>
@@ -10,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from memopd.tasks import Task
 
+QUESTIONS = "{questions}"  # its place in a prompt
 INSTRUCTIONS = """\
 Answer the questions below by reasoning, summarising and searching. At each step you see the questions, your own last \
 summary, your last query and what it found. Nothing older is kept. First rewrite inside <think> and </think> a short \
@@ -39,14 +44,29 @@ class Action:
     text: str = ""  # the query, or the answers as written
 
 
-def user_message(task: Task) -> str:
-    """The one user turn of a task.
+def user_message(task: Task, prompt: str = INSTRUCTIONS + QUESTIONS) -> str:
+    """The one user turn of a task: the prompt, with the task's questions in their place.
 
     >>> from memopd.tasks import Question
     >>> user_message(Task("t", (Question("0", "Who?", ("a",)), Question("1", "where", ("b",))))).splitlines()[-1]
     'Questions: Who?; where?'
     """
-    return INSTRUCTIONS + "; ".join(f"{q.text.strip().rstrip('?').rstrip()}?" for q in task.questions)
+    questions = "; ".join(f"{q.text.strip().rstrip('?').rstrip()}?" for q in task.questions)
+    return prompt.replace(QUESTIONS, questions)
+
+
+def read_prompt(file: str, setting: str = "tasks.prompt") -> str:
+    """The text of a prompt file. The questions have one place in it."""
+    try:
+        prompt = Path(file).expanduser().read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{setting}: {file!r} cannot be read as text ({error})") from None
+    if prompt.count(QUESTIONS) != 1:
+        raise ValueError(
+            f"{setting}: {file!r} must contain {QUESTIONS} once, where the questions go; it does "
+            f"{prompt.count(QUESTIONS)} times"
+        )
+    return prompt
 
 
 def read_action(response: str, last: bool = False) -> Action:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from memopd.cli.options import Convention
+
 app = typer.Typer()
 
 CONFIG_HELP = "A TOML file. You can override any field with --section.field VALUE."
@@ -18,6 +20,7 @@ ANY_FIELD = {"allow_extra_args": True, "ignore_unknown_options": True}
 def config(
     context: typer.Context,
     file: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)] = None,
+    protocol: Convention = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configurations instead.")] = False,
 ) -> None:
     """Check a configuration and print it as JSON, with all defaults; or print the JSON schema, for editors."""
@@ -28,12 +31,20 @@ def config(
     if file is None:
         print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     else:
-        print(load_config(file, overrides(context.args)).as_json(), end="")
+        print(load_config(file, overrides(context.args, {}, protocol)).as_json(), end="")
 
 
-def overrides(arguments: list[str], short: dict[str, str | None] | None = None) -> dict[str, str]:
-    """Read `--optimise.lr 1e-5` or `--optimise.lr=1e-5`; `short` holds the fields that have their own option."""
-    found = {name: value for name, value in (short or {}).items() if value is not None}
+def overrides(
+    arguments: list[str], short: dict[str, str | None] | None = None, protocol: str | None = None
+) -> dict[str, str]:
+    """Read `--optimise.lr 1e-5` or `--optimise.lr=1e-5`; `short` holds the fields that have their own option.
+
+    The settings of `--protocol` replace those of the file, and options replace both.
+    """
+    from memopd.config import PROTOCOLS
+
+    found = {f"tasks.{name}": str(value) for name, value in PROTOCOLS[protocol].items()} if protocol else {}
+    found |= {name: value for name, value in (short or {}).items() if value is not None}
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")

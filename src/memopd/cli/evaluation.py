@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memopd.agent import Outcome, repeat
 from memopd.evaluate import Measures, Result, Setting, compare, comparison_table, measure_outcomes, summarise
-from memopd.evaluate.tables import table_1, table_2
+from memopd.evaluate.provenance import warn_changed
+from memopd.evaluate.tables import costs_table, table_1, table_2
 from memopd.files import read_object
 from memopd.tasks.files import read_tasks
 from memopd.types import Episode
@@ -21,15 +22,17 @@ COMPARED = ("em", "f1", "peak", "dependency")
 class Evaluation:
     results: tuple[Result, ...]  # one per task file
     runs: tuple[tuple[tuple[Measures, ...], ...], ...]  # per file, per seed, per task
+    made: dict[str, Any] = field(default_factory=dict)  # the provenance
 
     def as_dict(self) -> dict[str, Any]:
         per_task = [[[asdict(m) for m in run] for run in runs] for runs in self.runs]
-        return {"results": [r.as_dict() for r in self.results], "tasks": per_task}
+        return {"provenance": self.made, "results": [r.as_dict() for r in self.results], "tasks": per_task}
 
     def tables(self, against: Path | None) -> Iterator[Any]:
         yield table_1(self.results)
         if single := [r for r in self.results if r.k == 1]:
             yield table_2(single)
+        yield costs_table(self.results)
         if against is None:
             return
         for mine, line, (system, b) in zip(self.runs, self.results, _read(against), strict=True):
@@ -41,6 +44,7 @@ class Evaluation:
 def _read(file: Path) -> list[tuple[str, list[Measures]]]:
     """The system and its measures, for each of the task files, that `as_dict` described."""
     other = read_object(file)
+    warn_changed(file, other.get("provenance", {}))
     try:
         pairs = zip(other["results"], other["tasks"], strict=True)
         return [(line["system"], [Measures(**m) for run in runs for m in run]) for line, runs in pairs]
@@ -55,6 +59,7 @@ def evaluate(
     seeds: int,
     system: str,
     setting: Setting,
+    made: dict[str, Any],
 ) -> Evaluation:
     """Evaluate every file with seeds 0, 1, ...; `sample` plays the tasks of one file with one seed."""
     results, all_runs = [], []
@@ -64,4 +69,4 @@ def evaluate(
         runs = [tuple(measure_outcomes(sample(pairs, seed), tasks)) for seed in range(seeds)]
         results.append(summarise(system, runs, setting))
         all_runs.append(tuple(runs))
-    return Evaluation(tuple(results), tuple(all_runs))
+    return Evaluation(tuple(results), tuple(all_runs), made)

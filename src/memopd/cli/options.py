@@ -22,6 +22,20 @@ Adapter = Annotated[str | None, typer.Option(help="A LoRA adapter of the model: 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
+class Protocol(StrEnum):
+    mem1 = "mem1"
+
+
+Convention = Annotated[
+    Protocol | None,
+    typer.Option(
+        "--protocol",
+        help="Take turns, reward and grading from MEM1's code (in evaluate also how it samples) where you do not set "
+        "them; docs/tasks.md compares them with ours.",
+    ),
+]
+
+
 def run(app: typer.Typer) -> None:
     """Run a command line: logs go to stderr, and a user's mistake becomes one line instead of a traceback."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)

@@ -6,8 +6,8 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
@@ -15,13 +15,29 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from memopd.cli.options import Adapter, Json, Precision, check_adapter, device, err, load_model, out, plain, policy_name
+from memopd.cli.options import (
+    Adapter,
+    Convention,
+    Json,
+    Precision,
+    check_adapter,
+    device,
+    err,
+    load_model,
+    out,
+    plain,
+    policy_name,
+)
 
 app = typer.Typer()
 log = logging.getLogger("memopd")
 
 # Finished episodes are written to the store after this many episodes or seconds, whichever comes first.
 PART, PART_SECONDS = 256, 60.0
+
+MADE_BY = "rollout.json"  # in a store: the provenance of its episodes
+# The options that all episodes of a store have in common, besides those that each episode records.
+COMMON = ("model", "adapter", "policy", "environment", "turns", "prompt", "reward", "grading", "topk", "max_context")
 
 
 class Policy(StrEnum):
@@ -57,10 +73,31 @@ class Play:
     memory: Annotated[
         str, typer.Option(help="The memory rule: mem1, full_response, suffix:64, ..., or module:Class.")
     ] = "mem1"
-    reward: Annotated[str, typer.Option(help="The reward: em, f1, or module:function.")] = "em"
+    protocol: Convention = None
+    turns: Annotated[int, typer.Option(help="The most turns per episode; 0: 2k + 2 for k questions.", min=0)] = 0
+    prompt: Annotated[
+        str,
+        typer.Option(help="A text file with the user turn, with {questions} where the questions go; by default ours."),
+    ] = ""
+    reward: Annotated[
+        str, typer.Option(help="The reward: em, f1, em_partial (MEM1's in training), or module:function.")
+    ] = "em"
+    grading: Annotated[Grading, typer.Option(help="How answers are normalised before they are compared.")] = (
+        Grading.squad
+    )
     topk: Annotated[int, typer.Option(help="Documents per search.", min=1)] = 3
     limit: Annotated[int | None, typer.Option(help="Play only this many tasks, the first ones.", min=1)] = None
     temperature: Annotated[float, typer.Option(help="The sampling temperature.")] = 1.0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Sample only from the likeliest tokens that together have this probability; below 1, training cannot "
+            "use the episodes."
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int, typer.Option(help="Sample only from this many of the likeliest tokens; 0 means all. For training: 0.")
+    ] = 0
     max_tokens: Annotated[int, typer.Option(help="The most tokens per response.")] = 1000
     max_context: Annotated[int, typer.Option(help="The most tokens per prompt; an episode that needs more ends.")] = (
         4096
@@ -76,14 +113,36 @@ def takes_play_options(command: Callable[..., None]) -> Callable[..., None]:
     shared = [inspect.Parameter(f.name, keyword, default=f.default, annotation=kinds[f.name]) for f in fields(Play)]
 
     @wraps(command)
-    def with_options(**given: Any) -> None:
+    def with_options(context: typer.Context, **given: Any) -> None:
         play = Play(**{f.name: given.pop(f.name) for f in fields(Play)})
-        command(play=play, **given)
+        command(play=with_protocol(play, context), **given)
 
-    parameters = [*(p.replace(kind=keyword) for p in own), *shared]
+    source = inspect.Parameter("context", keyword, annotation=typer.Context)
+    parameters = [source, *(p.replace(kind=keyword) for p in own), *shared]
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options
+
+
+def with_protocol(play: Play, context: typer.Context) -> Play:
+    """Put the settings of `--protocol` in place of those that the user did not give."""
+    from memopd.config import EVALUATED, PROTOCOLS
+
+    if play.protocol is None:
+        return play
+    settings = PROTOCOLS[play.protocol] | (EVALUATED[play.protocol] if context.command.name == "evaluate" else {})
+    sources = {name: context.get_parameter_source(name) for name in settings}
+    unset = {
+        name: settings[name] for name, source in sources.items() if source is not None and source.name == "DEFAULT"
+    }
+    made = replace(play, **unset)
+    return replace(made, grading=Grading(made.grading))
+
+
+def sampling_of(play: Play) -> Any:
+    from memopd.types import Sampling
+
+    return Sampling(play.temperature, play.top_p, play.top_k, play.max_tokens)
 
 
 @app.command()
@@ -102,9 +161,8 @@ def rollout(
     from memopd.agent import repeat
     from memopd.record import read_episodes, write_episodes
     from memopd.tasks.files import read_tasks
-    from memopd.types import Sampling
 
-    sampling = Sampling(temperature=play.temperature, max_tokens=play.max_tokens)
+    sampling = sampling_of(play)
     check(play)
     pairs = list(repeat(read_tasks(tasks)[: play.limit], samples))
     if output.suffix == ".parquet":
@@ -117,6 +175,7 @@ def rollout(
     pairs = [pair for pair in pairs if pair[0] not in done]
     if done:
         log.info(f"{output}: has {len(done)} episodes already; {len(pairs)} are missing")
+    keep_provenance(output, provenance_of(play, [tasks], {"samples": samples, "seed": seed}), is_empty=not done)
     if play.model and sampling.training_note:
         log.warning(f"{output}: {sampling.training_note}")
     agent = agents(play, sampling)(pairs, seed)
@@ -132,14 +191,7 @@ def evaluate(
         list[Path], typer.Argument(metavar="TASKS...", help="Files of tasks, for example Q2, Q8 and Q16.")
     ],
     play: Play,
-    top_p: Annotated[
-        float, typer.Option(help="Sample only from the likeliest tokens that together have this probability.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample only from this many of the likeliest tokens; 0 means all.")] = 0,
     seeds: Annotated[int, typer.Option(help="The number of runs; their seeds are 0, 1, ...", min=1)] = 1,
-    grading: Annotated[
-        Grading, typer.Option(help="How answers are normalised before they are compared.")
-    ] = Grading.squad,
     name: Annotated[
         str, typer.Option(help="The name of the system in the tables; by default the model or policy.")
     ] = "",
@@ -155,19 +207,19 @@ def evaluate(
     """Measure EM, F1, peak, dependency and time, the columns of the paper's Tables 1 and 2."""
     from memopd.cli.evaluation import evaluate as run
     from memopd.evaluate import Setting
-    from memopd.types import Sampling
 
-    sampling = Sampling(play.temperature, top_p, top_k, play.max_tokens)
+    sampling = sampling_of(play)
     check(play)
-    agent_of = agents(play, sampling, grading)
+    agent_of = agents(play, sampling)
     engine = f"{'vLLM' if play.servers else 'local'}, {'scripted' if play.policy else device()}"
 
     def sample(pairs: list[tuple[str, Any]], seed: int) -> Iterator[Any]:
         return progress(played(agent_of(pairs, seed), pairs, seed), len(pairs), lambda pair: pair[0])
 
+    made = provenance_of(play, tasks, {"seeds": seeds})
     system = policy_name(play.model, play.adapter) if play.model else str(play.policy)
-    setting = Setting(str(grading), engine, play.batch)  # type: ignore[arg-type]
-    results = run(tasks, sample, play.limit, seeds, name or system, setting)
+    setting = Setting(play.grading.value, engine, play.batch)
+    results = run(tasks, sample, play.limit, seeds, name or system, setting, made)
     if output is not None:
         from memopd.files import whole
 
@@ -180,16 +232,48 @@ def evaluate(
             out.print(table)
 
 
+def provenance_of(play: Play, tasks: Sequence[Path], more: dict[str, Any]) -> dict[str, Any]:
+    """All options, and the digests of the files that they name."""
+    from memopd.evaluate.provenance import provenance
+
+    settings = {name: value if value is None or isinstance(value, int | float) else str(value)
+                for name, value in asdict(play).items()}  # fmt: skip
+    inputs = {name: getattr(play, name) for name in ("model", "adapter", "tokenizer", "index", "prompt", "train")}
+    return provenance(settings | more, {"tasks": list(tasks), **inputs}) | {"device": device()}
+
+
 def check_same_settings(episode: Any, store: Path, seed: int, memory: str, sampling: Any) -> None:
     """Raise an error if a recorded episode was sampled with other settings, for one store must not mix them."""
     for name, before, now in (
         ("--seed", episode.seed, seed),
         ("--memory", episode.memory, memory),
         ("--temperature", episode.sampling.temperature, sampling.temperature),
+        ("--top-p", episode.sampling.top_p, sampling.top_p),
+        ("--top-k", episode.sampling.top_k, sampling.top_k),
         ("--max-tokens", episode.sampling.max_tokens, sampling.max_tokens),
     ):
         if before != now:
             raise ValueError(f"{store}: has episodes sampled with {name} {before}, not {now}: choose another store")
+
+
+def keep_provenance(store: Path, made: dict[str, Any], is_empty: bool) -> None:
+    """Write the provenance into a store. If that has episodes, it must agree with theirs."""
+    from memopd.files import read_object, whole
+
+    if is_empty or not (store / MADE_BY).is_file():
+        with whole(store / MADE_BY) as partial:
+            partial.write_text(json.dumps(made, indent=1) + "\n")
+        return
+    before = read_object(store / MADE_BY)
+    for name in COMMON:
+        was, now = (one.get("settings", {}).get(name) for one in (before, made))
+        if was != now:
+            raise ValueError(f"{store}: has episodes made with --{name.replace('_', '-')} {was}: choose another store")
+        was, now = (one.get("inputs", {}).get(name) for one in (before, made))
+        if was != now:
+            raise ValueError(
+                f"{store}: {made['settings'][name]} has changed since its episodes were made: choose another"
+            )
 
 
 def in_parts(episodes: Iterator[Any]) -> Iterator[list[Any]]:
@@ -232,16 +316,17 @@ def check(play: Play) -> None:
     check_parts(tasks_config(play), flag="--")
 
 
-def tasks_config(play: Play, grading: Grading = Grading.squad) -> Any:
+def tasks_config(play: Play) -> Any:
     from memopd.config import TasksConfig
 
     return TasksConfig(
         index=play.index, environment=play.environment, memory=play.memory, topk=play.topk,
-        max_context=play.max_context, reward=play.reward, grading=grading.value,
+        max_context=play.max_context, reward=play.reward, grading=play.grading.value, turns=play.turns,
+        prompt=play.prompt,
     )  # fmt: skip
 
 
-def agents(play: Play, sampling: Any, grading: Grading = Grading.squad) -> Callable[[list[tuple[str, Any]], int], Any]:
+def agents(play: Play, sampling: Any) -> Callable[[list[tuple[str, Any]], int], Any]:
     """Return a function that makes the agent for some tasks and a seed.
 
     The model is loaded once; every agent has its own engine or scripted policy.
@@ -251,7 +336,7 @@ def agents(play: Play, sampling: Any, grading: Grading = Grading.squad) -> Calla
     from memopd.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(str(play.tokenizer or play.model))
-    environment, memory = build_parts(tasks_config(play, grading), tokenizer, flag="--")
+    environment, memory = build_parts(tasks_config(play), tokenizer, flag="--")
     engine_of = scripted(play, tokenizer) if play.policy else sampled(play, tokenizer)
 
     def agent(pairs: list[tuple[str, Any]], seed: int) -> Agent:

@@ -52,7 +52,7 @@ def build(
         int | None, typer.Option(help="Shuffle each data set with this seed; by default questions keep their order.")
     ] = None,
 ) -> None:
-    """Group the questions of each data set into tasks of k, with MEM1's prompt, in the schema of Search-R1 and verl."""
+    """Group the questions of each data set into tasks of k, with our prompt, in the schema of Search-R1 and verl."""
     from memopd.agent.protocol import user_message
     from memopd.tasks import Task
     from memopd.tasks.files import group, read_sets, write_tasks

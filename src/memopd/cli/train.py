@@ -7,11 +7,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memopd.cli.config import ANY_FIELD, CONFIG_HELP, overrides
+from memopd.cli.options import Convention
+
+if TYPE_CHECKING:
+    from memopd.config import RunConfig
 
 app = typer.Typer()
 
@@ -26,12 +30,13 @@ def sft(
     config: Config,
     output: Output,
     resume: Resume = False,
+    protocol: Convention = None,
     keep: Annotated[str | None, typer.Option(help="Which interactions to imitate, for example correct,valid.")] = None,
 ) -> None:
     """Train on recorded interactions by supervised learning, with every response in its exact state."""
     from memopd.config import load_config
 
-    settings = load_config(config, overrides(context.args, {"sft.keep": keep}))
+    settings = load_config(config, overrides(context.args, {"sft.keep": keep}, protocol))
     with explain_exhaustion(output):
         from memopd.train.sft import sft as run
 
@@ -45,6 +50,7 @@ def train(
     config: Config,
     output: Output,
     resume: Resume = False,
+    protocol: Convention = None,
     teacher_state: Annotated[
         str | None, typer.Option(help="aligned (MemOPD), persistent (the paper's control), or none (no teacher).")
     ] = None,
@@ -56,12 +62,28 @@ def train(
     from memopd.config import load_config
 
     short = {"teacher.state": teacher_state, "sampling.replay": replay}
-    settings = load_config(config, overrides(context.args, short))
+    settings = load_config(config, overrides(context.args, short, protocol))
+    check_replay(settings)
     with explain_exhaustion(output):
         from memopd.train.train import train as run
 
         run(settings, output, resume)
     print_path(output, bool(settings.lora.rank))
+
+
+def check_replay(settings: RunConfig) -> None:
+    """Refuse a store that was sampled from another distribution before any model is loaded.
+
+    Its first episode is enough, because a store does not mix settings; training checks every episode.
+    """
+    if not settings.sampling.replay:
+        return
+    from memopd.record import read_episodes
+    from memopd.train.batch import usable
+
+    first = next(iter(read_episodes(settings.sampling.replay)), None)
+    if first is not None:
+        usable([first], settings.optimise.budget, settings.sampling.temperature)
 
 
 def print_path(output: Path, has_adapter: bool) -> None:

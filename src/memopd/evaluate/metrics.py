@@ -40,9 +40,10 @@ class Measures:
     valid: bool  # there is an answer with one part for each question
     calls: int  # the agent's actions
     peak: int  # the most tokens of any action, prompt included
-    peak_without_q: int | None  # as MEM1 reports it; None if the calls do not record which part is q
+    peak_without_q: int | None  # as MEM1 counts; None if the actions do not record which part is q
     dependency: int
     seconds: float | None  # wall time of the trajectory; None if not recorded
+    dependency_without_q: int | None = None  # as MEM1 counts; results of older versions lack it
 
 
 def measure(episode: Episode, task: Task, decode: Decode, grading: Grading = "squad") -> Measures:
@@ -66,6 +67,7 @@ def measure_outcome(episode: Episode, task: Task, outcome: Scored) -> Measures:
         peak_without_q=peak_without_q(episode.actions),
         dependency=dependency(episode.calls),  # the memory rule's own calls cost as much as any other
         seconds=seconds(episode),
+        dependency_without_q=dependency_without_q(episode),
     )
 
 
@@ -114,6 +116,14 @@ def peak_without_q(calls: Sequence[Call]) -> int | None:
 def dependency(calls: Sequence[Call]) -> int:
     """Σ over generated segments s of |s| · (|prefix of s| + ⌊|s| / 2⌋), where s is the completion of one call."""
     lengths = ((len(call.completion), len(call.prompt)) for call in calls)
+    return sum(s * (prefix + s // 2) for s, prefix in lengths)
+
+
+def dependency_without_q(episode: Episode) -> int | None:
+    """The same with q left out of every prefix. The memory rule's own calls may have none."""
+    if any(_prefix(call) == 0 for call in episode.actions):
+        return None
+    lengths = ((len(call.completion), len(call.prompt) - _prefix(call)) for call in episode.calls)
     return sum(s * (prefix + s // 2) for s, prefix in lengths)
 
 

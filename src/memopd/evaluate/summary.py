@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from memopd.evaluate.metrics import Measures
 from memopd.evaluate.statistics import Comparison, Estimate, over_seeds, over_tasks, paired_bootstrap
 from memopd.tasks.grading import Grading
 
-Metric: TypeAlias = Literal["em", "f1", "valid", "calls", "peak", "peak_without_q", "dependency", "seconds"]
-METRICS: tuple[Metric, ...] = ("em", "f1", "valid", "calls", "peak", "peak_without_q", "dependency", "seconds")
+Metric: TypeAlias = Literal[
+    "em",
+    "f1",
+    "valid",
+    "calls",
+    "peak",
+    "peak_without_q",
+    "peak_without_q_em0_dropped",  # MEM1's evaluation averages it over the trajectories with EM > 0 alone
+    "dependency",
+    "dependency_without_q",
+    "seconds",
+]
+METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +33,12 @@ class Setting:
     grading: Grading
     engine: str  # seconds depend on it
     batch_size: int  # seconds also depend on how many trajectories ran at once
+    processes: int = 1  # and on how many processes shared the machine
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a trajectory had the engine to itself, so that its seconds are its own."""
+        return self.batch_size == self.processes == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +79,16 @@ def compare(a: Sequence[Measures], b: Sequence[Measures], metric: Metric = "em",
 
 
 def by_task(measures: Sequence[Measures], metric: Metric) -> dict[str, float] | None:
-    """The metric of every task, averaged over its episodes, which are not independent. None if not recorded."""
+    """The metric of every task, averaged over its episodes, which are not independent. None if not recorded, or if
+    every episode is dropped."""
+    name: str = metric
+    if metric == "peak_without_q_em0_dropped":
+        name, measures = "peak_without_q", [m for m in measures if m.em > 0]
+        if not measures:
+            return None
     values: dict[str, list[float]] = defaultdict(list)
     for m in measures:
-        value = getattr(m, metric)
+        value = getattr(m, name)
         if value is None:
             return None
         values[m.task].append(float(value))

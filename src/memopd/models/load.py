@@ -78,23 +78,27 @@ def load_tokenizer(path: str, local: bool = False) -> Any:
     return tokenizer
 
 
-def check_same_tokenizer(student: str, teacher: str) -> bool:
-    """Raise an error if both have a tokenizer and these differ. Returns False if one has none.
+def check_same_tokenizer(student: str, teacher: str) -> None:
+    """Raise an error if the tokenizers of a student and its teacher differ, or if one of them cannot be read.
 
-    An id must mean the same to a student and its teacher. The widths of their vocabulary heads may differ (Qwen2.5-3B
-    has 151,936 logits, 7B has 152,064): that is padding, not tokens.
+    An id must mean the same to both, and without a tokenizer nothing shows that it does. The widths of their vocabulary
+    heads may differ (Qwen2.5-3B has 151,936 logits, 7B has 152,064): that is padding, not tokens.
     """
+    if student == teacher:
+        return
     try:
         a, b = (load_tokenizer(path).get_vocab() for path in (student, teacher))
-    except ValueError:
-        return False
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: a teacher is used only if its tokenizer and the student's can be compared; if they are the "
+            "same, copy the tokenizer's files into the folder that lacks them"
+        ) from None
     if a != b:
         differ = next(token for token in [*a, *b] if a.get(token) != b.get(token))
         raise ValueError(
             f"{student} and {teacher} have different tokenizers (of {len(a)} and {len(b)} tokens, e.g. {differ!r}): "
             "a teacher must have the student's tokenizer"
         )
-    return True
 
 
 def backbone(model: Any) -> Any:

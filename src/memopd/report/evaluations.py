@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memopd.evaluate import Measures, compare, paired_bootstrap
+from memopd.evaluate import Measures, Setting, compare, paired_bootstrap
 from memopd.evaluate.summary import Metric, by_task
 from memopd.report.runs import Run
 
@@ -30,15 +30,17 @@ def tables(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _line(run: str, name: str, result: dict[str, Any], measures: list[Measures]) -> dict[str, Any]:
+    setting = Setting(**result["setting"])
+    shown = [metric for metric in SHOWN if metric != "seconds" or setting.is_alone]  # as in the tables of `evaluate`
     return {
         "run": run,
         "name": name,
         "system": result["system"],
         "tasks": result["tasks"],
         "seeds": result["seeds"],
-        "grading": result["setting"]["grading"],
-        "engine": f"{result['setting']['engine']}, batch {result['setting']['batch_size']}",
-        "metrics": {metric: _interval(measures, metric) for metric in SHOWN},
+        "grading": setting.grading,
+        "engine": f"{setting.engine}, batch {setting.batch_size}",
+        "metrics": {metric: _interval(measures, metric) if metric in shown else None for metric in SHOWN},
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memopd.evaluate.provenance import warn_changed
 from memopd.files import read_object
 from memopd.train.log import read_metrics
 
@@ -51,6 +52,7 @@ def _read_run(path: Path, name: str) -> Run:
             raise ValueError(
                 f"{path / 'evaluation' / stem}.json: not written by `memopd evaluate -o`; move it elsewhere"
             )
+        warn_changed(path / "evaluation" / f"{stem}.json", evaluation.get("provenance", {}))
     config = read_object(path / "config.json")
     if not all(isinstance(section, dict) for section in config.values()):
         raise ValueError(f"{path / 'config.json'}: not the configuration of a run; it consists of sections")

@@ -19,7 +19,7 @@ from memopd.retrieval.corpus import Passage
 KINDS = ("lexical", "dense", "hybrid")
 MAX_QUERY = 4096  # characters
 
-_INFO = "memopd-index.json"  # in every index folder
+INFO = "memopd-index.json"  # in every index folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ class IndexInfo:
 
 
 def write_info(folder: Path, info: IndexInfo) -> None:
-    (folder / _INFO).write_text(json.dumps(info.as_dict(), indent=2) + "\n")
+    (folder / INFO).write_text(json.dumps(info.as_dict(), indent=2) + "\n")
 
 
 def read_info(folder: Path) -> IndexInfo:
-    path = folder / _INFO
+    path = folder / INFO
     if not path.is_file():
         what = "not an index" if folder.exists() else "no such folder"
         raise ValueError(f"{folder}: {what}; make one with `memopd index build CORPUS -o {folder}`")

@@ -107,11 +107,12 @@ def grade(questions: Sequence[Question], response: str, grading: Grading = "squa
 
 
 def reward_of(name: str = "em", grading: Grading = "squad", setting: str = "tasks.reward") -> Reward:
-    """Return the reward called `em` (Σ EM) or `f1` (Σ F1), or a `module:function` of (task, responses)."""
+    """Return the reward called `em` (Σ EM), `f1` (Σ F1) or `em_partial`, or a user's `module:function` of (task,
+    responses)."""
     _check(grading)
     function = resolve(setting, name, REWARDS)
     if name in REWARDS:
-        return lambda task, responses: function(grade(task.questions, _last(responses), grading))
+        return lambda task, responses: function(task.questions, _last(responses), grading)
     if isinstance(function, type) or not takes(function, 2):
         raise ValueError(f"{setting}: {name!r} must be a function of (task, responses)")
 
@@ -128,7 +129,25 @@ def reward_of(name: str = "em", grading: Grading = "squad", setting: str = "task
     return reward
 
 
-REWARDS: dict[str, Callable[[Grade], float]] = {"em": lambda grade: grade.em, "f1": lambda grade: grade.f1}
+def em_partial(questions: Sequence[Question], response: str) -> float:
+    """MEM1's reward in training: Σ EM over the answers that are there, even if they are too few or too many.
+
+    The n-th answer is compared with the n-th question. Its training normalises as SQuAD does, unlike its evaluation.
+
+    >>> asked = (Question("0", "who", ("Oskel",)), Question("1", "where", ("Velm",)))
+    >>> em_partial(asked, "<answer>Oskel</answer>"), em_partial(asked, "<answer>the Oskel; Velm; 1871</answer>")
+    (1.0, 2.0)
+    """
+    pairs = zip(questions, answers_of(response) or (), strict=False)
+    return float(sum(exact_match(answer, question.answers) for question, answer in pairs))
+
+
+# A reward is a function of the questions, the response that ended the interaction, and the grading.
+REWARDS: dict[str, Callable[[Sequence[Question], str, Grading], float]] = {
+    "em": lambda questions, response, grading: grade(questions, response, grading).em,
+    "f1": lambda questions, response, grading: grade(questions, response, grading).f1,
+    "em_partial": lambda questions, response, grading: em_partial(questions, response),
+}
 
 
 def _last(responses: Sequence[str]) -> str:
