@@ -23,6 +23,7 @@ from memopd.record import StoreError, import_episodes
 from memopd.record.importers.pickles import Made, Name, array, first_name, read_file, read_pickle
 
 DUMPS = Path(__file__).parent / "dumps"
+TRACES = DUMPS / "verifiers/traces.jsonl"
 BATCHES = [*DUMPS.glob("skyrl/**/*.pkl"), DUMPS / "verl/gen_batch.dp", DUMPS / "verl/tq_batch.pt"]
 
 plain = st.recursive(
@@ -41,6 +42,7 @@ plain = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(value=plain, protocol=st.integers(0, pickle.HIGHEST_PROTOCOL))
 def test_plain_values_are_what_they_were(value: Any, protocol: int) -> None:
     shared = [value, value]  # the second one comes from the memo
@@ -49,6 +51,7 @@ def test_plain_values_are_what_they_were(value: Any, protocol: int) -> None:
     assert repr(read) == repr(shared)  # 1 is not True, and -0.0 is not 0.0
 
 
+@settings(deadline=None)
 @given(
     value=hnp.arrays(
         st.sampled_from([np.bool_, np.int64, np.int32, np.uint8, np.float32, np.float64, np.float16]),
@@ -206,8 +209,8 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
         list(import_episodes(tmp_path / "bomb.pt"))
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
-@settings(max_examples=40)
+@pytest.mark.parametrize("batch", [*BATCHES, TRACES], ids=lambda batch: batch.name)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_damage_is_a_store_error_or_other_numbers(batch: Path, data: st.DataObject) -> None:
     """A flipped byte in the ids of a row cannot be seen, so an import may succeed; it must not fail in another way."""
@@ -218,7 +221,7 @@ def test_damage_is_a_store_error_or_other_numbers(batch: Path, data: st.DataObje
     cut = data.draw(st.none() | st.integers(0, len(good)))
     file = Path(os.environ["MEMOPD_TESTS"]) / f"damaged-{os.getpid()}{batch.suffix}"
     file.write_bytes(bytes(bad[:cut]))
-    for format in ("auto", "skyrl" if batch.suffix == ".pkl" else "verl"):
+    for format in ("auto", {".pkl": "skyrl", ".jsonl": "verifiers"}.get(batch.suffix, "verl")):
         with suppress(StoreError):
             list(import_episodes(file, format))
 

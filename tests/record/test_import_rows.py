@@ -51,7 +51,7 @@ def output_of(trajectory: list[tuple[list[int], list[int], list[float]]], last: 
     return {"prompt_ids": prompt, "response_ids": response, "response_mask": mask, "response_logprobs": logprobs}
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(played=st.lists(trajectories(), min_size=1, max_size=3), last=st.just([]) | ids, score=st.floats(-2, 2))
 def test_rows_of_verl(played: list[Any], last: list[int], score: float) -> None:
     file = Path(os.environ["MEMOPD_TESTS"]) / f"rows-{os.getpid()}.jsonl"
@@ -61,6 +61,7 @@ def test_rows_of_verl(played: list[Any], last: list[int], score: float) -> None:
     assert list(import_episodes(file)) == expected
 
 
+@settings(max_examples=100, deadline=None)
 @given(played=trajectories(), left=st.integers(0, 3), right=st.integers(0, 3), extra=st.integers(0, 3))
 def test_padding_is_removed_on_both_sides(played: list[Any], left: int, right: int, extra: int) -> None:
     output = output_of(played, [])
@@ -71,12 +72,12 @@ def test_padding_is_removed_on_both_sides(played: list[Any], left: int, right: i
     # The columns of the response may reach into the prompt or the padding before it, where the mask is 0.
     more = min(extra, left + len(prompt))
     row = unpadded(
+        "response_mask",
         padded,
         attention,
         np.array([0] * more + mask + [0] * right, dtype=np.float32),
         np.array([0.0] * more + logprobs + [0.0] * right),
         None,
-        "response_mask",
     )
     assert row.ids.tolist() == real
     assert turns(row) == calls_of(played)

@@ -123,7 +123,7 @@ CallFields = create_model("CallFields", __base__=_Fields, **_COLUMNS)
 
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     previous, t = None, 0
-    for number, given in _lines(path):
+    for number, given in read_lines(path):
         where = f"{path}: line {number}"
         if type(given.get("episode")) not in (str, int):
             refuse_text(path, given)
@@ -140,7 +140,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         yield f"line {number}", row
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Row]]:
+def read_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    """The objects of a file of JSON lines, each with the number of its line. A StoreError names file and line."""
     try:
         yield from json_lines(path)
     except ValueError as error:

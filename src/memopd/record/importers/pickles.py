@@ -318,7 +318,7 @@ def _read_torch(data: bytes, packages: Collection[str]) -> Any:
             raise ValueError("its bytes are in big-endian order")
         pickled = archive.read(f"{root}data.pkl")
         return read_pickle(pickled, packages, lambda key: archive.read(f"{root}data/{key}"))
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError, RuntimeError) as error:
         raise ValueError(f"not a file of torch.save: {error}; is it cut off or damaged?") from None
 
 

@@ -47,12 +47,12 @@ def turns(row: Row, policy_version: int = 0) -> list[Call]:
 
 
 def unpadded(
+    name: str,
     ids: NDArray[Any],
     attention: NDArray[Any],
     mask: NDArray[Any],
     logprobs: NDArray[Any] | None,
     rewards: NDArray[Any] | None,
-    name: str,
 ) -> Row:
     """A row without its padding on the left and on the right. `mask` and the last two belong to the last ids.
 

@@ -60,12 +60,12 @@ def _episodes(path: Path, batch: dict[str, Any], metadata: dict[str, Any]) -> It
         try:
             ids, attention, mask = (column[i] for column in columns.values())
             row = unpadded(
+                "loss_mask",
                 ids,
                 attention,
                 mask,
                 None if logprobs is None else logprobs[i],
                 None if rewards is None else rewards[i],
-                "loss_mask",
             )
             made = turns(row)
             if tasks[i] != tasks[first]:

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memopd import schema
-from memopd.files import json_lines
-from memopd.record.importers.calls import Finish, Numbers, Tokens
+from memopd.record.importers.calls import Finish, Numbers, Tokens, read_lines
 from memopd.record.store import StoreError
 from memopd.types import Call, Episode, Sampling, StopReason
 
@@ -105,7 +104,7 @@ class _Episode(_Part):
 
 def import_verifiers(path: Path) -> Iterator[Episode]:
     """Yield the episodes of a traces.jsonl, one for each trace. A StoreError names the line and the node."""
-    for number, given in json_lines(path):
+    for number, given in read_lines(path):
         where = f"{path}: line {number}"
         try:
             # A line is an episode with its traces; `Trace.to_record` makes lines that are one trace.

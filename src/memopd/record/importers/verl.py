@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memopd import schema
-from memopd.files import json_lines
-from memopd.record.importers.calls import Numbers, Tokens
+from memopd.record.importers.calls import Numbers, Tokens, read_lines
 from memopd.record.importers.pickles import DAMAGE, Made, array, from_bytes, read_file
 from memopd.record.importers.rows import Row, episode, flags, turns, unpadded
 from memopd.record.importers.text import refuse_text
@@ -97,7 +96,7 @@ class _Output(BaseModel):
 
 
 def _lines(path: Path) -> Iterator[Placed]:
-    for number, given in json_lines(path):
+    for number, given in read_lines(path):
         if "response_mask" not in given:
             refuse_text(path, given)
         try:
@@ -152,7 +151,7 @@ def _padded(path: Path, fields: Mapping[str, Any], other: Mapping[str, Any]) -> 
     for i in range(len(columns[0])):
         try:
             given: list[Any] = [None if column is None else column[i] for column in columns]
-            row = unpadded(*given, "response_mask")
+            row = unpadded("response_mask", *given)
             task = id = f"{path.parent.name}-{path.stem}-{i}"
             if uids is not None:
                 if type(uids[i]) not in (str, int):
