@@ -142,6 +142,7 @@ def test_a_padded_batch_of_verl() -> None:
         Episode("p0-1", "p0", [CUT], 0.5),
     ]
     assert close(list(import_episodes(DUMPS / "verl/gen_batch.dp")), expected)
+    assert close(list(import_episodes(DUMPS / "verl/numpy.dp")), expected)  # the other way in which verl pickles
 
 
 def test_the_rows_of_a_session_of_verl_are_an_episode() -> None:

@@ -1,4 +1,4 @@
-"""Write gen_batch.dp, tq_batch.pt, outputs.jsonl and text.jsonl in verl/ with verl's own workers and writers.
+"""Write gen_batch.dp, numpy.dp, tq_batch.pt, outputs.jsonl and text.jsonl in verl/ with verl's own workers and writers.
 
 pip install torch==2.13.0 transformers==5.8.0 'ray[default]' tensordict==0.10.0 TransferQueue torchdata hydra-core \
     codetiming dill peft accelerate datasets pylatexenc cachetools pillow wandb tensorboard
@@ -12,6 +12,7 @@ outputs are given, and verl pads, collects and writes them as it does in trainin
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import tempfile
@@ -113,6 +114,9 @@ def main() -> None:
         RolloutSkip(*config(folder)).prepare_data(1, batch)
         (written,) = Path(folder).rglob("gen_batch.dp")
         shutil.copy(written, HERE)
+    os.environ["VERL_DATAPROTO_SERIALIZATION_METHOD"] = "numpy"
+    batch.save_to_disk(HERE / "numpy.dp")
+    del os.environ["VERL_DATAPROTO_SERIALIZATION_METHOD"]
 
     batch.batch["token_level_scores"] = batch.batch["rm_scores"]
     trainer = bare(RayPPOTrainer, tokenizer=TOKENIZER, global_steps=1)

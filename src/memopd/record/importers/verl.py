@@ -187,7 +187,12 @@ def _sessions(fields: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Placed
 
 
 def _fields(tensordict: Any) -> dict[str, Any]:
-    """The fields of a recorded TensorDict: all in one storage (consolidated), or a tensor for each."""
+    """The fields of a recorded TensorDict: all in one storage (consolidated), a tensor for each, or verl's own way."""
+    if isinstance(tensordict, tuple):  # VERL_DATAPROTO_SERIALIZATION_METHOD=numpy
+        items = tensordict[2].items()
+        return {
+            name: from_bytes(array(data).tobytes(), dtype, shape.arguments[0]) for name, (dtype, shape, data) in items
+        }
     if isinstance(tensordict, Made) and tensordict.of.name == "_rebuild_tensordict_files_consolidated":
         metadata, storage = tensordict.arguments
         data = array(storage).tobytes()
