@@ -32,18 +32,18 @@ from verifiers.v1.utils.trace_store import TRACES_FILE, write_episode
 HERE = Path(__file__).parent / "verifiers"
 MODEL = sys.argv[1]
 TOKENIZER = load_tokenizer(MODEL)
-SAYS: list[str] = []  # what the server samples next
-HEARD: list[tuple[list[int], list[int]]] = []  # what it read and sampled: the test compares the import with this
+REPLIES: list[str] = []  # what the server samples next
+SENT: list[tuple[list[int], list[int]]] = []  # what it read and sampled: the test compares the import with this
 
 
 class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        ids = TOKENIZER.encode(SAYS.pop(0), add_special_tokens=False)
-        HEARD.append((body["token_ids"], ids))
+        ids = TOKENIZER.encode(REPLIES.pop(0), add_special_tokens=False)
+        SENT.append((body["token_ids"], ids))
         content = [{"token": f"token_id:{id}", "logprob": -1 / (3 + k)} for k, id in enumerate(ids)]
         choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
-        self.answer({"request_id": f"r{len(HEARD)}", "choices": [choice]})
+        self.answer({"request_id": f"r{len(SENT)}", "choices": [choice]})
 
     def do_GET(self) -> None:
         self.answer({"data": [{"id": MODEL, "max_model_len": 2048}]})
@@ -62,7 +62,7 @@ class Server(BaseHTTPRequestHandler):
 
 async def turn(trace: Trace, client: TrainClient, prompt: list, says: str) -> int:
     """One model call, as verifiers' interception server makes and records it."""
-    SAYS.append(says + "<|im_end|>")
+    REPLIES.append(says + "<|im_end|>")
     pending = graph.prepare_turn(trace, prompt)
     sampling = SamplingConfig(temperature=1.0, max_tokens=64)
     response = await client.get_response(ChatDialect(), {"model": MODEL}, sampling, turn=pending)
@@ -119,7 +119,7 @@ def main() -> None:
     for episode in episodes:
         write_episode(HERE, episode)
     (HERE / "records.jsonl").write_text(json.dumps(episodes[0].traces[0].to_record()) + "\n")
-    (HERE / "calls.json").write_text(json.dumps(HEARD))
+    (HERE / "calls.json").write_text(json.dumps(SENT))
 
 
 main()
