@@ -227,6 +227,16 @@ def test_a_batch_that_was_pickled_again_is_the_same(tmp_path: Path) -> None:
     assert read == [e.calls for e in import_episodes(DUMPS / "skyrl/complete.pkl")]
 
 
+def test_the_reward_of_a_step_that_was_filtered_out_is_kept(tmp_path: Path) -> None:
+    def change(batch: dict[str, Any], metadata: dict[str, Any]) -> None:
+        for column in (2, 3):  # both sampled tokens of row 1, the last step of the first trajectory
+            set_value("loss_mask", (1, column), 0)(batch, metadata)
+
+    first, second = import_episodes(changed_batch(tmp_path, change))
+    assert (len(first.calls), first.reward, first.calls[0].reward) == (1, 0.25 + 1.0, 0.0)
+    assert second.reward == 0.5
+
+
 def test_a_field_that_torch_saved(tmp_path: Path) -> None:
     """SkyRL does that with the types that NumPy does not have."""
 

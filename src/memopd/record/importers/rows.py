@@ -86,7 +86,7 @@ def flags(values: NDArray[Any], name: str) -> NDArray[np.bool_]:
     return values.astype(bool)
 
 
-def episode(id: str, task: str, calls: list[Call]) -> Episode:
-    """An episode whose outcome is what its last call earned."""
-    outcome = calls[-1].reward
+def episode(id: str, task: str, calls: list[Call], more: float = 0.0) -> Episode:
+    """An episode whose outcome is what its last call earned, and `more`."""
+    outcome = calls[-1].reward + more
     return Episode(id, task, (*calls[:-1], replace(calls[-1], reward=0.0)), outcome)

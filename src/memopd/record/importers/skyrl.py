@@ -55,7 +55,7 @@ def _episodes(path: Path, batch: dict[str, Any], metadata: dict[str, Any]) -> It
     if rewards is None:
         log.warning("%s: has no rewards, because SkyRL removes them before it dumps; every reward is 0", path)
     calls: list[Call] = []
-    first, skipped = 0, 0
+    first, skipped, more = 0, 0, 0.0
     for i in range(rows):
         try:
             ids, attention, mask = (column[i] for column in columns.values())
@@ -72,12 +72,14 @@ def _episodes(path: Path, batch: dict[str, Any], metadata: dict[str, Any]) -> It
                 raise ValueError("uids: changes within a trajectory")
         except ValueError as error:
             raise StoreError(f"{path}: row {i}: {error}") from None
-        skipped += not made
         calls += made
+        if not made:  # its tokens were filtered out, but its reward was earned
+            skipped += 1
+            more += 0.0 if row.rewards is None else float(row.rewards.sum())
         if is_last[i]:
             if calls:
-                yield episode(f"{path.stem}-{first}", tasks[first] or f"{path.stem}-{first}", calls)
-            calls, first = [], i + 1
+                yield episode(f"{path.stem}-{first}", tasks[first] or f"{path.stem}-{first}", calls, more)
+            calls, first, more = [], i + 1, 0.0
     if skipped:
         log.warning("%s: left out %d of %d rows, whose loss_mask is 0 everywhere", path, skipped, rows)
 

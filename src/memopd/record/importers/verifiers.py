@@ -1,4 +1,4 @@
-"""Import verifiers' traces.jsonl, which prime-rl writes too: a graph of messages, each with the ids that it adds.
+"""Import verifiers' traces.jsonl: a graph of messages, each with the ids that it adds.
 
     0 system ── 1 user ── 2 assistant ── 3 tool ── 4 assistant
            └─── 5 notes ── 6 assistant                        the history was rewritten here
