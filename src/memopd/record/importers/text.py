@@ -9,7 +9,7 @@ from memopd.record.store import StoreError
 
 _VERL = (
     "verl's trainer.rollout_data_dir writes text only: set skip.rollout_tq.enable=True and skip.rollout_tq.steps (with "
-    "the older trainer, skip.rollout.*) and a new dump_dir, and import the tq_batch.pt or gen_batch.dp of each step there"
+    "the older trainer, skip.rollout.*) and a new dump_dir, and import each step's tq_batch.pt or gen_batch.dp"
 )
 _TRL = (
     "TRL's log_completions writes text only: write the prompt_ids, completion_ids and logprobs that your rollout_func "
