@@ -24,7 +24,7 @@ from benchmarks.shapes import independent, merged_rows
 from memopd.attention import make_plan
 from memopd.attention.varlen import Segments, backward, forward
 from memopd.compile import Packed, compile_calls
-from memopd.models.attention import NAME
+from memopd.models.attention import NAME, planned_attention
 from memopd.models.load import backbone
 from memopd.score import head_of, vocabulary_scores
 from memopd.types import Call, Episode
@@ -112,9 +112,10 @@ def _planned(model: Any, packed: Packed, kernel: str) -> Ready:
     row, token = (torch.as_tensor(x, device=device).long() for x in (packed.decisions.row, packed.decisions.token))
 
     def logprobs() -> Tensor:
-        states = backbone(model)(
-            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_scheme=plan
-        ).last_hidden_state[0]
+        with planned_attention(model):
+            states = backbone(model)(
+                input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, memopd_scheme=plan
+            ).last_hidden_state[0]
         return _at(model, states[row], token)
 
     return Ready(len(packed), NAME, logprobs)

@@ -104,7 +104,7 @@ def run_step(
 def run_arm(config: RunConfig, tree: Path, steps: int, profile: bool) -> dict[str, Any]:
     """Run one arm in a process of its own, with the memopd of `tree`."""
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(config.as_json())
+        (Path(folder) / "config.json").write_text(json.dumps(changed_settings(config)))
         command = [sys.executable, str(Path(__file__).with_name("step_arm.py")), f"{folder}/config.json", folder]
         path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         done = subprocess.run(
@@ -115,6 +115,15 @@ def run_arm(config: RunConfig, tree: Path, steps: int, profile: bool) -> dict[st
             raise ValueError(f"{tree}: the training failed: {' '.join(done.stderr.strip().splitlines()[-3:])}")
         arm: dict[str, Any] = json.loads((Path(folder) / "arm.json").read_text())
         return arm
+
+
+def changed_settings(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """The settings that are not the defaults: another tree may not know all of ours."""
+    ours, defaults = (json.loads(c.as_json()) for c in (config, RunConfig()))
+    return {
+        name: {key: value for key, value in section.items() if value != defaults[name][key]}
+        for name, section in ours.items()
+    }
 
 
 def result_of(config: RunConfig, tree: str, arm: str, runs: Sequence[dict[str, Any]]) -> StepResult:

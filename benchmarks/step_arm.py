@@ -111,7 +111,8 @@ def memory_of(notes: Notes) -> dict[str, int]:
     held = [p for root in roots if root is not None for p in root.parameters()]
     held += [] if learner.head is None else [learner.head.weight]
     kind = learner.device.type
-    copied = [] if model is None or model is learner.student.model else list(model.parameters())
+    ours = {p.data_ptr() for p in held}
+    copied = [] if model is None else [p for p in model.parameters() if p.data_ptr() not in ours]
     groups = learner.tensors()
     optimisers = [t for name, group in groups.items() if name.endswith("-optimiser") for t in group.values()]
     return {

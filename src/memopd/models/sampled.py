@@ -31,7 +31,7 @@ class SamplingCopy:
     def __init__(self, source: Any, adapter: str) -> None:
         shared = {id(t): t for t in (*source.parameters(), *source.buffers())}
         self.model = deepcopy(source, shared).eval()  # so that the copies of modules hold the very tensors
-        layers = {name: layer for name, layer in source.named_modules() if isinstance(layer, LoraLinear)}
+        layers: dict[str, Any] = {n: m for n, m in source.named_modules() if isinstance(m, LoraLinear)}
         self._casts: list[Tensor] = []
         self._weights: list[Tensor] = []
         for name, layer in layers.items():
