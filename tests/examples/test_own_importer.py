@@ -52,7 +52,7 @@ def test_a_table_becomes_a_store_that_can_be_audited(table, tmp_path):
     [
         ("own_importer:reed", "--format: 'own_importer:reed': module 'own_importer' has no 'reed'"),
         ("mine:read", "--format: 'mine:read': No module named 'mine'; put its folder in PYTHONPATH, or run from it"),
-        ("tsv", "--format: 'tsv' is not one of calls; write module:name for your own"),
+        ("tsv", "--format: 'tsv' is not one of auto, calls, verifiers, verl, skyrl; write module:name for your own"),
         ("own_importer:csv", "--format: 'own_importer:csv' must be a function, got module"),
         ("builtins:str", "--format: 'builtins:str': result 0 must be an Episode, got str"),
         ("calls", "line 1: not a line of JSON: "),

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from memopd.record import StoreError, import_calls, import_episodes, read_episodes, write_episodes
-from memopd.record.importer import CallFields
+from memopd.record.importers.calls import CallFields
 from memopd.record.store import SCHEMA
 from memopd.types import Call, Episode, Sampling, Segment
 
@@ -262,5 +262,6 @@ def test_other_results_than_episodes_are_refused(tmp_path: Path, format: str, me
 
 
 def test_an_unknown_format(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--format: 'cals' is not one of calls; write module:name for your own"):
+    known = "auto, calls, verifiers, verl, skyrl; write module:name for your own"
+    with pytest.raises(ValueError, match=f"--format: 'cals' is not one of {known}"):
         import_episodes(tmp_path / "x.bin", "cals")

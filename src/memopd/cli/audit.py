@@ -34,12 +34,16 @@ app = typer.Typer()
 def import_(
     file: Annotated[
         Path,
-        typer.Argument(
-            help="JSON lines with one call per line (docs/episodes.md), or a file in the format that --format names."
-        ),
+        typer.Argument(help="Calls as JSON lines, or what verifiers, verl or SkyRL wrote (docs/episodes.md)."),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The episode store to write.")],
-    format: Annotated[str, typer.Option(help="calls, or module:function for your own reader.")] = "calls",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="calls (JSON lines), verifiers (traces.jsonl), verl (tq_batch.pt, gen_batch.dp, rows with a "
+            "response_mask), skyrl (dumped batches), auto (whichever it is), or module:function for your own reader."
+        ),
+    ] = "auto",
 ) -> None:
     """Import recorded calls of any sampler or trainer into an episode store."""
     from memopd.record import import_episodes, read_episodes, write_episodes

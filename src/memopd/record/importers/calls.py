@@ -1,20 +1,17 @@
-"""Import calls that other programs recorded: JSON lines of calls, or a format of your own.
+"""Import JSON lines, one call each.
 
     {"episode": "e0", "prompt": [5, 6, 7], "completion": [8, 9], "logprobs": [-0.1, -2.3]}
     {"episode": "e0", "prompt": [5, 8, 9, 3], "completion": [2], "episode_reward": 1}
 
 The fields of a line are the store's columns, under their own names or under those that vLLM and other trainers use.
 Only `episode`, `prompt` and `completion` are required. An unknown field is an error that names the line.
-
-To read a format of your own, write a function from a file's path to episodes and name it:
-`memopd import FILE --format my_module:read`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,11 +29,9 @@ from pydantic import (
 
 from memopd import schema
 from memopd.files import json_lines
-from memopd.names import resolve
+from memopd.record.importers.text import refuse_text
 from memopd.record.store import SCHEMA, Row, StoreError, assemble
 from memopd.types import Episode
-
-Importer: TypeAlias = Callable[[Path], Iterable[Episode]]
 
 ALIASES = {
     "prompt": ("prompt_token_ids", "prompt_ids"),
@@ -63,29 +58,6 @@ def import_calls(path: str | Path) -> Iterator[Episode]:
     return assemble(path, _rows(path))
 
 
-IMPORTERS: dict[str, Importer] = {"calls": import_calls}
-
-
-def import_episodes(path: str | Path, format: str = "calls") -> Iterator[Episode]:
-    """Yield the episodes of a file. `format` is "calls" or `module:name`, a function from a path to episodes."""
-    read: Importer = resolve("--format", format, IMPORTERS)
-    return import_calls(path) if read is import_calls else _checked(read, Path(path), format)
-
-
-def _checked(read: Importer, path: Path, format: str) -> Iterator[Episode]:
-    """Yield the episodes that a user's function returns, after a type check. Its ValueErrors name the file."""
-    try:
-        episodes = read(path)
-        if not isinstance(episodes, Iterable):
-            raise ValueError(f"must return episodes, got {type(episodes).__name__}")
-        for number, episode in enumerate(episodes):
-            if not isinstance(episode, Episode):
-                raise ValueError(f"result {number} must be an Episode, got {type(episode).__name__}")
-            yield episode
-    except ValueError as error:
-        raise ValueError(f"{path}: --format: {format!r}: {error}") from error
-
-
 def _array(types: set[type], kind: str, dtype: type[Any]) -> PlainValidator:
     """Validate a flat list of numbers with NumPy, because pydantic would visit each id of a long prompt by itself."""
 
@@ -109,6 +81,12 @@ def _stop(value: Any) -> Any:
     return _STOPS[value] if isinstance(value, str) else value
 
 
+# Types of fields, for the models of other formats too. Ids and log-probabilities become arrays.
+Tokens = Annotated[Any, _array({int}, "whole numbers", np.int64)]
+Numbers = Annotated[Any, _array({int, float}, "numbers", np.float64)]
+Finish = Annotated[str, BeforeValidator(_stop)]
+
+
 class _Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -123,10 +101,10 @@ class SegmentFields(_Fields):
 # The store's schema declares the names and types of the fields and whether they may be null. This adds what JSON needs.
 _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("episode", "task"), Annotated[str, BeforeValidator(lambda v: str(v) if type(v) is int else v)]),
-    "prompt": Annotated[Any, _array({int}, "whole numbers", np.int64)],
-    "completion": Annotated[Any, _array({int}, "whole numbers", np.int64)],
-    "logprobs": Annotated[Any, _array({int, float}, "numbers", np.float64)],
-    "stop": Annotated[str, BeforeValidator(_stop)],
+    "prompt": Tokens,
+    "completion": Tokens,
+    "logprobs": Numbers,
+    "stop": Finish,
     "segments": Annotated[list[SegmentFields], FailFast()],
 }
 _BY_TYPE = {pa.string(): str, pa.int32(): int, pa.int64(): int, pa.float64(): float, pa.bool_(): bool}
@@ -145,9 +123,10 @@ CallFields = create_model("CallFields", __base__=_Fields, **_COLUMNS)
 
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     previous, t = None, 0
-    for number, given in _lines(path):
+    for number, given in read_lines(path):
         where = f"{path}: line {number}"
         if type(given.get("episode")) not in (str, int):
+            refuse_text(path, given)
             raise StoreError(f"{where}: must be a JSON object with an episode, a string or a whole number")
         id = str(given["episode"])
         previous, t = id, t + 1 if id == previous else 0
@@ -161,7 +140,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         yield f"line {number}", row
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Row]]:
+def read_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    """The objects of a file of JSON lines, each with the number of its line. A StoreError names file and line."""
     try:
         yield from json_lines(path)
     except ValueError as error:
