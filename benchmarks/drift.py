@@ -68,7 +68,7 @@ def compared(output: Path, steps: int) -> Iterator[DriftStep]:
             raise ValueError(f"{output}: the runs trained on other calls in update {step + 1}: remove the folder")
         off = np.concatenate([np.abs(ours[call].logp_old - theirs[call].logp_old) for call in ours])
         packed, replayed = lines[PACKED][step], lines[REPLAYED][step]
-        alone = lines[ALONE][step] if step < len(lines[ALONE]) else {}  # a run that was stopped is shown as far as it got
+        alone = lines[ALONE][step] if step < len(lines[ALONE]) else {}  # a stopped run is shown as far as it got
         yield DriftStep(
             step, len(off), float(off.max()), float(np.quantile(off, 0.99)), float(off.mean()),
             packed.get("loss_opd", float("nan")), replayed.get("loss_opd", float("nan")),
