@@ -12,7 +12,7 @@ from real_vllm import make_model, prompts_of, scorer, serving, wait_until_up
 from memopd.engine.vllm import VllmEngine
 from memopd.retrieval import Passage, build_index, write_corpus
 
-NEED_VLLM = ["test_real.py", "test_lora.py", "test_whole.py", "test_deaths.py", "test_real_ahead.py"]
+NEED_VLLM = ["test_real.py", "test_real_lora.py", "test_whole.py", "test_deaths.py", "test_real_ahead.py"]
 collect_ignore = [] if os.environ.get("MEMOPD_VLLM_PYTHON") else NEED_VLLM
 
 
