@@ -325,6 +325,7 @@ def test_packed_is_what_the_calls_alone_are():
     report = equivalence(model, calls)
     assert report.passed
     assert report.rows < report.tokens
+    assert report.decisions == sum(len(c.completion) for c in calls)  # of the notes too: all are trained
     broken = fill(calls, 8192)
     broken[0].positions[-1] += 1
     assert not equivalence(model, calls, packs=broken).passed
@@ -392,6 +393,7 @@ def test_rollout_and_evaluate(world, tmp_path, call_main):
     assert json.loads(out)["results"][0]["metrics"]["em"]["mean"] == 2.0
 
 
+@pytest.mark.slow  # tests/examples trains another memory that writes notes
 def test_two_updates_learn_from_the_notes(world, tmp_path):
     """The run checks its first batch: packed = alone. The gradient that the tokens of a note alone give is not 0."""
     ended = command.memopd(
