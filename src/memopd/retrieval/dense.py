@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -130,6 +130,16 @@ class DenseIndex:
             raise ValueError(f"{model}: not the model that this index was built with; give that one with --model")
 
 
+def embedder(model: str) -> Callable[[Sequence[str]], Vectors]:
+    """A function from texts to vectors of length 1, which compares texts of one kind: all get the prefix of queries."""
+    try:
+        encoder = _load(model)
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"{model}: embeddings need {missing.name}: pip install 'memopd[dense]'") from None
+    prefix = _own(encoder, model)[0]
+    return lambda texts: _encode(encoder, [prefix + readable(text) for text in texts])
+
+
 def _tied(scores: Floats) -> Floats:
     """Give scores that are connected by steps of at most _TIE the same value, the best of them."""
     order = np.argsort(-scores)
@@ -148,7 +158,7 @@ def _load(model: str) -> Any:
     try:
         encoder = SentenceTransformer(os.path.expanduser(model), model_kwargs={"use_safetensors": True})
     except (OSError, ValueError) as why:
-        raise ValueError(f"{model}: cannot load an embedding model from there ({why})") from None
+        raise ValueError(f"{model}: cannot load an embedding model from there ({_line(why)})") from None
     encoder.max_seq_length = min(_TOKENS, encoder.max_seq_length or _TOKENS)
     return encoder
 
