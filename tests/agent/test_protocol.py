@@ -115,7 +115,9 @@ def test_information_and_back():
     )
     assert documents_of("older <information>\nDoc 1(Title: X) y\n</information>" + text)[1] == documents[1]
     assert information([], 1) == "\n<information>\nThis is the last turn: answer now.\nNo results.\n</information>\n"
-    assert documents_of("none") == []
+    assert documents_of("none") == documents_of(information([], 1)) == []
+    several = [("Vel (river)", "A river.\nDoc 3(Title: no) text\n\nlong"), ("Dun", "Two\nlines")]
+    assert documents_of(information(several, turns_left=3)) == several
     assert hint(1) == hint(0) != hint(2)
 
 

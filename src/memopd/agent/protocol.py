@@ -106,11 +106,12 @@ def documents_of(text: str) -> Sequence[tuple[str, str]]:
     """The (title, text) pairs of the last information block in a context, which the agent can read now."""
     start = text.rfind("<information>")
     block = text[start:].partition("</information>")[0] if start >= 0 else ""
-    found = []
-    for line in block.splitlines():
-        if line.startswith("Doc ") and "(Title: " in line:
-            title, _, body = line.partition("(Title: ")[2].partition(") ")
-            found.append((title, body))
+    found: list[tuple[str, str]] = []
+    _, begins, rest = block.partition("\nDoc 1(Title: ")
+    while begins:  # a text may have several lines, so a document ends where the next number begins
+        document, begins, rest = rest.partition(f"\nDoc {len(found) + 2}(Title: ")
+        title, _, body = document.removesuffix("\n").partition(") ")
+        found.append((title, body))
     return found
 
 
