@@ -755,17 +755,22 @@ def test_while_one_thread_updates_the_requests_of_others_wait(fakes, connect, ch
             engine.update(checkpoint, version=2)
             with pytest.raises(ValueError, match="not verified"):  # the thread that updates must verify, as ever
                 engine.generate([third])
+            threads[2].start()
+            threads[2].join(0.1)
+            assert threads[2].is_alive()
             engine.verify(agree, [[1, 2]], tolerance=1e-6)
 
-    threads = [threading.Thread(target=sample, args=("open", first)), threading.Thread(target=update)]
+    threads = [
+        threading.Thread(target=sample, args=("open", first)),
+        threading.Thread(target=update),
+        threading.Thread(target=sample, args=("later", second)),
+    ]
     threads[0].start()
     while not engine._fleet.servers[0].outstanding:
         time.sleep(0.005)
     threads[1].start()
     while engine._fleet._running:
         time.sleep(0.005)
-    threads.append(threading.Thread(target=sample, args=("later", second)))
-    threads[2].start()
     assert not updating.wait(0.1)  # the first request is still open
     go_on.set()
     for thread in threads:

@@ -18,7 +18,7 @@ from memopd.record import read_episodes
 from memopd.train.log import read_metrics
 
 TALK = ("--tasks.environment", "real_vllm:Talk")  # several calls per episode, although the policy knows no protocol
-SLOW = ("--tasks.environment", "real_vllm:SlowTool")  # so that batches are in flight when the weights change
+SLOW = ("--tasks.environment", "real_vllm:SlowTool")  # so that weights change more often in the middle of a batch
 
 
 def ended(run, *processes):
