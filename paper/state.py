@@ -30,7 +30,7 @@ def findings(subject: Subject) -> Findings:
         for r in found.representations
     ]  # fmt: skip
     teacher = [
-        [t.when, f"{t.decisions:,}", f"{100 * t.top1:.2f}", f"{t.top1_changed:,}", f"{t.p99_logprob:.3g}",
+        [t.calls, f"{t.decisions:,}", f"{100 * t.top1:.2f}", f"{t.top1_changed:,}", f"{t.p99_logprob:.3g}",
          f"{t.mean_kl:.3g}"]
         for t in found.teacher
     ]  # fmt: skip
@@ -51,7 +51,7 @@ def _draw(found: Audit, output: Path) -> None:
     errors.barh([r.representation for r in rows], [r.p99_logprob for r in rows], color="tab:blue")
     errors.set(xscale="log", xlabel="p99 |Δlog p| against the calls alone", title="student")
     errors.invert_yaxis()
-    when = [t.when for t in found.teacher]
+    when = [t.calls for t in found.teacher]
     teacher.bar(when, [100 * (1 - t.top1) for t in found.teacher], color="tab:red")
     for x, t in enumerate(found.teacher):
         teacher.annotate(f"KL {t.mean_kl:.2g}", (x, 100 * (1 - t.top1)), ha="center", va="bottom")

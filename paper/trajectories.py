@@ -15,7 +15,7 @@ from typing import Any
 
 from memopd.files import whole_folder
 from memopd.types import Episode
-from memopd.verify.equivalence import Progress
+from memopd.verify.distance import Progress
 from paper.evaluation import fingerprint
 from paper.settings import Recorded
 
