@@ -166,24 +166,24 @@ def test_a_forked_sequence_without_a_gradient_is_left_out():
     assert shown(inside) == [(q + a0 + o0 + a1[:-1], [5, 6], a1, [1, 1])]
 
 
-REWRITTEN = [Call(q, a0), Call(q + [10, 99] + o0, a1)]  # of 10 11 12, the next prompt repeats 10 alone
+REWRITTEN = [Call(q, a0), Call([*q, 10, 99, *o0], a1)]  # of 10 11 12, the next prompt repeats 10 alone
 
 
 def test_realign_replaces_the_end_of_the_last_response():
     """11 and 12 get no gradient: nobody may train on them in a context that now says 99. Fork keeps them."""
     assert shown(realign(Episode("e", "t", REWRITTEN))) == [
-        (q + [10, 99] + o0 + a1[:-1], [1, 4, 5], [10, *a1], [0, 1, 1])
+        ([*q, 10, 99, *o0, *a1[:-1]], [1, 4, 5], [10, *a1], [0, 1, 1])
     ]
     assert shown(fork(Episode("e", "t", REWRITTEN))) == [
         (q + a0[:-1], [1, 2, 3], a0, [0, 0, 0]),
-        (q + [10, 99] + o0 + a1[:-1], [4, 5], a1, [1, 1]),
+        ([*q, 10, 99, *o0, *a1[:-1]], [4, 5], a1, [1, 1]),
     ]
 
 
 def test_realign_loses_a_response_that_begins_otherwise():
     """A prompt without a_0 leaves the sequence at the first token of a_0, which is still within it."""
-    calls = [Call(q, a0), Call(q + [99] + o0, a1)]
-    assert shown(realign(Episode("e", "t", calls))) == [(q + [99] + o0 + a1[:-1], [3, 4], a1, [1, 1])]
+    calls = [Call(q, a0), Call([*q, 99, *o0], a1)]
+    assert shown(realign(Episode("e", "t", calls))) == [([*q, 99, *o0, *a1[:-1]], [3, 4], a1, [1, 1])]
 
 
 def test_realign_forks_before_the_last_response_and_from_the_threshold_on():
@@ -205,7 +205,7 @@ def test_realign_with_a_tokenizer_encodes_earlier_responses_again():
     calls = RULES["append-only"]
     (one,) = shown(realign(Episode("e", "t", calls), canonical))
     assert one == (
-        q + [10, 77] + o0 + a1 + o1 + a2[:-1],
+        [*q, 10, 77, *o0, *a1, *o1, *a2[:-1]],
         [1, 4, 5, 8, 9],
         [10, *a1, *a2],
         [0, 1, 1, 2, 2],
