@@ -28,9 +28,9 @@ def findings(subject: Subject) -> Findings:
     body = [
         f"`{s.model}` sampled {s.trajectories} trajectories under `{NATIVE}`. Every rule gets the same actions and "
         "makes of them the contexts that it would have made; `refresh` searches again. Packed against every call run "
-        "alone. Beside it are the calls in a padded batch, against the calls alone (batching floor), and the calls alone, "
-        "against a more precise run (own rounding). Error and tolerance are of logits: the tolerance is twice the "
-        "calls' own largest error."
+        "alone. Beside it are the calls in a padded batch, against the calls alone (batching floor), and the calls "
+        "alone, against a more precise run (own rounding). Error and tolerance are of logits: the tolerance is twice "
+        "the calls' own largest error."
     ]
     for dtype in models:
         reports = {rule: of_rule[dtype] for rule, of_rule in found.items()}
