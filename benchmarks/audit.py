@@ -13,8 +13,10 @@ from torch import Tensor
 
 from memopd.score import Head, head_of
 from memopd.types import Episode
-from memopd.verify.audit import CORRUPTIONS, PERSISTENT, audit, temperatures
-from memopd.verify.equivalence import CHUNK, MORE_PRECISE, at_precision, measure, sampled_tokens
+from memopd.verify.arms import PERSISTENT
+from memopd.verify.audit import CORRUPTIONS, audit, temperatures
+from memopd.verify.distance import CHUNK, measure
+from memopd.verify.equivalence import MORE_PRECISE, at_precision, sampled_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,13 +143,13 @@ def state() -> str:
             for key, name in names.items()
         ],
     )  # fmt: skip
-    e, after = found["equivalence"], found["teacher"][-1]
+    e, after = found["equivalence"], {row["calls"]: row for row in found["teacher"]}["call 2 and later"]
     verdict = "equivalent" if e["passed"] else "**not** equivalent"
     return (
-        f"{table}\n\n{found['trajectories']} episodes of a model trained by MemOPD, {found['calls']} calls, "
+        f"{table}\n\n{found['trajectories']} episodes of `{found['settings']['model']}`, {found['calls']} calls, "
         f"{e['decisions']:,} sampled tokens, {e['dtype']}. Packing is {verdict} (error {e['error']:.1e}, tolerance "
         f"{e['tolerance']:.1e}), in 1 / {e['tokens'] / e['rows']:.2f} of the rows. In flattened states the teacher "
-        f"changes {100 * (1 - after['top1']):.1f} % of its first choices after the first memory update. "
+        f"changes {100 * (1 - after['top1']):.1f} % of its first choices from call 2 on; before that nothing differs. "
         f"`{command(found)}`, {found['date']}; of your own calls, `memopd audit`."
     )
 

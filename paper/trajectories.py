@@ -1,22 +1,27 @@
 """The trajectories that a model samples under each context-update rule, stored so that all experiments share them.
 
 WORK/trajectories/mem1-0a1b2c3d4e5f/    episodes.parquet, settings.json; the name contains a digest of the settings
+
+`replayed` shows the same actions to another rule: the contexts that it would have made of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from memopd.engine.protocol import Completion, Request
 from memopd.evaluate.provenance import content_digest
 from memopd.files import whole_folder
-from memopd.types import Episode
-from memopd.verify.equivalence import Progress
+from memopd.types import Episode, StopReason
+from memopd.verify.distance import Progress
 from paper.evaluation import fingerprint
 from paper.settings import Recorded
 
@@ -49,10 +54,7 @@ class Subject:
         from memopd.record import read_episodes, write_episodes
 
         tasks = tasks or self.settings.tasks[0]
-        read = {name: content_digest(where) for name, where in (("tasks", tasks), ("index", self.settings.index))}
-        asked = {"weights": fingerprint(Path(self.settings.model)), "tasks": tasks, "read": read, "rule": rule}
-        asked |= {name: getattr(self.settings, name) for name in SAMPLED_WITH}
-        text = json.dumps(asked, indent=1)
+        text = json.dumps(self.sampled_with(rule, tasks), indent=1)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         folder = self.work / "trajectories" / f"{rule.replace(':', '-')}-{digest}"
         if not folder.is_dir():
@@ -60,6 +62,31 @@ class Subject:
                 write_episodes(partial / "episodes.parquet", self._sample(rule, tasks))
                 (partial / "settings.json").write_text(text + "\n")
         return sorted(read_episodes(folder / "episodes.parquet"), key=lambda e: e.id)
+
+    def sampled_with(self, rule: str, tasks: str | None = None) -> dict[str, Any]:
+        """Everything that the trajectories depend on."""
+        tasks = tasks or self.settings.tasks[0]
+        read = {name: content_digest(where) for name, where in (("tasks", tasks), ("index", self.settings.index))}
+        asked = {"weights": fingerprint(Path(self.settings.model)), "tasks": tasks, "read": read, "rule": rule}
+        return asked | {name: getattr(self.settings, name) for name in SAMPLED_WITH}
+
+    def replayed(self, rule: str, recorded: Sequence[Episode]) -> list[Episode]:
+        """The same actions under another rule: each call reads what that rule would have put into its context.
+
+        A search is made again, because `refresh` asks for other passages. No context is too long.
+        """
+        from memopd.agent import Agent
+        from memopd.models.load import load_tokenizer
+        from memopd.tasks.files import read_tasks
+
+        tokenizer = load_tokenizer(self.settings.model)
+        tasks = {task.id: task for task in read_tasks(self.settings.tasks[0])}
+        environment, memory = self._parts(rule, tokenizer)
+        agent = Agent(Replay(recorded), environment, memory, tokenizer, max_context=np.iinfo(np.int32).max, rule=rule)
+        pairs = [(e.id, tasks[e.task_id]) for e in recorded]
+        made = sorted(agent.play(self.progress(f"contexts, {rule}", pairs)), key=lambda e: e.id)
+        check_same_actions(recorded, made)
+        return made
 
     @cached_property
     def model(self) -> Any:
@@ -84,8 +111,6 @@ class Subject:
 
     def _sample(self, rule: str, tasks: str) -> Iterator[Episode]:
         from memopd.agent import Agent, repeat
-        from memopd.agent.parts import build_parts
-        from memopd.config import TasksConfig
         from memopd.engine.local import LocalEngine
         from memopd.models.load import load_tokenizer
         from memopd.tasks.files import read_tasks
@@ -95,7 +120,7 @@ class Subject:
         found = read_tasks(tasks)
         if len(found) < s.trajectories:
             raise ValueError(f"{tasks}: has {len(found)} tasks, but trajectories = {s.trajectories}")
-        environment, memory = build_parts(TasksConfig(index=s.index, memory=rule), tokenizer)
+        environment, memory = self._parts(rule, tokenizer)
         sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
         engine = LocalEngine(self.model, tokenizer, slots=s.batch, max_length=s.max_context + s.max_tokens)
         pairs = self.progress(f"trajectories, {rule}", list(repeat(found[: s.trajectories])))
@@ -104,3 +129,33 @@ class Subject:
             yield from agent.play(pairs, s.seed)
         finally:
             engine.close()
+
+    def _parts(self, rule: str, tokenizer: Any) -> Any:
+        from memopd.agent.parts import build_parts
+        from memopd.config import TasksConfig
+
+        return build_parts(TasksConfig(index=self.settings.index, memory=rule), tokenizer)
+
+
+class Replay:
+    """An engine that says again what was sampled, whatever it reads."""
+
+    def __init__(self, recorded: Iterable[Episode]) -> None:
+        self.actions = {e.id: iter(e.actions) for e in recorded}
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [self._completion(request) for request in requests]
+
+    def _completion(self, request: Request) -> Completion:
+        if request.purpose:
+            raise ValueError(f"the rule asks the model for {request.purpose!r}, which nobody recorded: leave it out")
+        call = next(self.actions[request.episode])
+        return Completion(call.completion, None, call.stop or StopReason.STOP)
+
+
+def check_same_actions(recorded: Sequence[Episode], made: Sequence[Episode]) -> None:
+    """A table of rules compares the same actions, or nothing."""
+    for before, after in zip(recorded, made, strict=True):
+        ours, theirs = ([c.completion.tolist() for c in e.actions] for e in (before, after))
+        if before.id != after.id or ours != theirs:
+            raise ValueError(f"episode {before.id!r}: the actions under {after.memory!r} are not those recorded")

@@ -221,7 +221,9 @@ def test_an_audit_of_a_store(call_main, store, saved_model):
     report = json.loads(out)
     assert status == 0
     assert (report["model"], report["episodes"], report["calls"]) == (str(saved_model), 2, 8)
-    assert [t["when"] for t in report["teacher"]] == ["before the first update", "after it"]
+    calls = [f"call {which}" for which in ("0", "1", "2", "3 and later", "1 and later", "2 and later")]
+    assert [t["calls"] for t in report["teacher"]] == [t["calls"] for t in report["student"]] == calls
+    assert [a["arm"] for a in report["arms"]] == ["persistent history", "fork", "realign", "mem1-official"]
     assert report["recorded"] is None
 
 

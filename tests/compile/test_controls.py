@@ -3,8 +3,17 @@
 import numpy as np
 import pytest
 
-from memopd.compile import compile_calls, corrupt, persistent_history, response_mask, trajectory_mask
-from memopd.compile.controls import observation, stable_prefix
+from memopd.compile import (
+    compile_calls,
+    corrupt,
+    fork,
+    mem1_official,
+    persistent_history,
+    realign,
+    response_mask,
+    trajectory_mask,
+)
+from memopd.compile.controls import is_mem1, observation, stable_prefix
 from memopd.types import Call, Episode, Segment
 
 q, a0, o0, a1, o1, a2 = [1, 2], [10, 11, 12], [20], [30, 31], [40, 41], [50, 51]
@@ -109,6 +118,144 @@ def test_stable_prefix():
     assert stable_prefix(Episode("e", "t", calls[:1])) == 2
     marked = [Call(q, a0, segments=[Segment("prefix", 0, 1)]), *calls[1:]]
     assert stable_prefix(Episode("e", "t", marked)) == 1  # what was recorded goes before what could be inferred
+
+
+# ---- split and realigned sequences --------------------------------------------------------------------------
+
+
+def shown(sequences) -> list[tuple[list[int], list[int], list[int], list[int]]]:
+    """Tokens, and the row, token and call of each decision; every sequence is causal with running positions."""
+    for s in sequences:
+        assert s.positions.tolist() == list(range(len(s)))
+        assert s.exit.tolist() == [len(s)] * len(s)
+    parts = [(s.tokens, s.decisions.row, s.decisions.token, s.decisions.call) for s in sequences]
+    return [tuple(part.tolist() for part in one) for one in parts]
+
+
+def test_fork_merges_what_only_grew():
+    (one,) = shown(fork(Episode("e", "t", RULES["append-only"])))
+    assert one == (FLAT, ROWS, TOKENS, CALLS)
+
+
+def test_fork_splits_where_the_context_was_rewritten():
+    """MEM1: call 1 reads all that call 0 read and wrote, so they are one sequence. Call 2 begins another."""
+    first, second = shown(fork(Episode("e", "t", RULES["mem1"])))
+    assert first == (q + a0 + o0 + a1[:-1], [1, 2, 3, 5, 6], a0 + a1, [0, 0, 0, 1, 1])
+    assert second == (q + a1 + o1 + a2[:-1], [5, 6], a2, [2, 2])
+    assert len(shown(fork(Episode("e", "t", RULES["nothing retained"])))) == 3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_forked_decision_sees_what_its_call_read(rule):
+    calls, found = RULES[rule], []
+    for s in fork(Episode("e", "t", calls)):
+        for row, token, t in zip(s.decisions.row, s.decisions.token, s.decisions.call, strict=True):
+            k = found.count(t)
+            found.append(t)
+            read = [*calls[t].prompt, *calls[t].completion[:k]]
+            assert s.tokens[: row + 1].tolist() == read
+            assert token == calls[t].completion[k]
+    assert found == CALLS
+
+
+def test_a_forked_sequence_without_a_gradient_is_left_out():
+    helper = Call([7, 8], [9, 9], trainable=False)
+    sequences = fork(Episode("e", "t", [Call(q, a0), helper, Call(q + a0 + o0, a1)]))
+    assert [s.decisions.call.tolist() for s in sequences] == [[0, 0, 0], [2, 2]]
+    inside = fork(Episode("e", "t", [Call(q, a0, trainable=False), Call(q + a0 + o0, a1)]))
+    assert shown(inside) == [(q + a0 + o0 + a1[:-1], [5, 6], a1, [1, 1])]
+
+
+REWRITTEN = [Call(q, a0), Call([*q, 10, 99, *o0], a1)]  # of 10 11 12, the next prompt repeats 10 alone
+
+
+def test_realign_replaces_the_end_of_the_last_response():
+    """11 and 12 get no gradient: nobody may train on them in a context that now says 99. Fork keeps them."""
+    assert shown(realign(Episode("e", "t", REWRITTEN))) == [
+        ([*q, 10, 99, *o0, *a1[:-1]], [1, 4, 5], [10, *a1], [0, 1, 1])
+    ]
+    assert shown(fork(Episode("e", "t", REWRITTEN))) == [
+        (q + a0[:-1], [1, 2, 3], a0, [0, 0, 0]),
+        ([*q, 10, 99, *o0, *a1[:-1]], [4, 5], a1, [1, 1]),
+    ]
+
+
+def test_realign_loses_a_response_that_begins_otherwise():
+    """A prompt without a_0 leaves the sequence at the first token of a_0, which is still within it."""
+    calls = [Call(q, a0), Call([*q, 99, *o0], a1)]
+    assert shown(realign(Episode("e", "t", calls))) == [([*q, 99, *o0, *a1[:-1]], [3, 4], a1, [1, 1])]
+
+
+def test_realign_forks_before_the_last_response_and_from_the_threshold_on():
+    mem1 = Episode("e", "t", RULES["mem1"])
+    assert shown(realign(mem1)) == shown(fork(mem1))  # call 2 leaves the sequence in a_0, not in a_1
+    rewritten = Episode("e", "t", REWRITTEN)
+    assert len(realign(rewritten, threshold=3)) == 1  # two tokens differ
+    assert shown(realign(rewritten, threshold=2)) == shown(fork(rewritten))
+
+
+def canonical(ids):
+    """A tokenizer for which the text of 11 12 is one token, 77."""
+    text = np.asarray(ids).tolist()
+    return np.array([10, 77] if text == a0 else text, np.int32)
+
+
+def test_realign_with_a_tokenizer_encodes_earlier_responses_again():
+    """The prompts repeat the sampled ids, but the trainer's text has others: it loses 11 12, and the rest reads 77."""
+    calls = RULES["append-only"]
+    (one,) = shown(realign(Episode("e", "t", calls), canonical))
+    assert one == (
+        [*q, 10, 77, *o0, *a1, *o1, *a2[:-1]],
+        [1, 4, 5, 8, 9],
+        [10, *a1, *a2],
+        [0, 1, 1, 2, 2],
+    )
+    last = Episode("e", "t", calls[:1])
+    assert shown(realign(last, canonical)) == shown(fork(last))  # nothing comes after it, so nobody encodes it again
+
+
+# ---- MEM1's own mask ----------------------------------------------------------------------------------------
+
+#        1  2 | 10 11 12 | 20 | 30 31 | 40 41 | 50
+OFFICIAL = """
+         1  .   .  .  .    .    .  .    .  .    .
+         1  1   .  .  .    .    .  .    .  .    .
+         1  1   1  .  .    .    .  .    .  .    .
+         1  1   1  1  .    .    .  .    .  .    .
+         1  1   1  1  1    .    .  .    .  .    .
+         .  .   .  .  .    1    .  .    .  .    .
+         1  1   1  1  1    1    1  .    .  .    .
+         1  1   1  1  1    1    1  1    .  .    .
+         .  .   .  .  .    .    .  .    1  .    .
+         .  .   .  .  .    .    .  .    1  1    .
+         1  1   .  .  .    .    1  1    1  1    1
+"""
+
+
+def test_mem1_official():
+    """Flat positions. A response sees q, the response before, its information, itself; information sees only itself."""
+    packed, visible = mem1_official(Episode("e", "t", RULES["mem1"]))
+    expected = [[cell == "1" for cell in line.split()] for line in OFFICIAL.strip().splitlines()]
+    assert visible.tolist() == expected
+    assert packed.tokens.tolist() == FLAT
+    assert packed.positions.tolist() == list(range(11))
+    assert packed.decisions.row.tolist() == ROWS  # row 5, information that sees only itself, predicts 30
+
+
+def test_mem1_official_may_hide_thoughts():
+    """The first token of each response is a thought: the next response does not see it, and nothing else changes."""
+    episode = Episode("e", "t", RULES["mem1"])
+    _, all_of_it = mem1_official(episode)
+    _, visible = mem1_official(episode, lambda response: 1)
+    hidden = np.argwhere(all_of_it & ~visible).tolist()
+    assert hidden == [[6, 2], [7, 2], [10, 6]]
+    assert not (visible & ~all_of_it).any()
+
+
+@pytest.mark.parametrize(("rule", "its"), list(zip(RULES, [True, False, False, False, False], strict=True)))
+def test_what_has_mem1s_form(rule, its):
+    assert is_mem1(Episode("e", "t", RULES[rule])) is its
+    assert is_mem1(Episode("e", "t", RULES[rule][:1]))
 
 
 # ---- corrupted states ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
+import numpy as np
 import pytest
 from small import folder
 from transformers import AutoTokenizer
@@ -13,12 +14,13 @@ from memopd import cli
 from memopd.agent import Agent, repeat
 from memopd.agent.parts import build_parts
 from memopd.config import TasksConfig
+from memopd.engine.protocol import Request
 from memopd.files import digest
 from memopd.tasks.files import read_tasks
-from memopd.types import Sampling
+from memopd.types import Call, Episode, Sampling
 from memopd.world.oracle import Oracle
 from paper.__main__ import app
-from paper.trajectories import Subject
+from paper.trajectories import Replay, Subject, check_same_actions
 
 CONFIG = """
 title = "Small"
@@ -67,8 +69,14 @@ def test_state(run, tmp_path):
     rows = {r["representation"]: r for r in found["representations"]}
     assert rows["persistent history"]["p99_logprob"] > 1e-2
     assert rows["reconstructed packing"]["p99_logprob"] < 1e-4
-    before, after = found["teacher"]
-    assert before["mean_kl"] < 1e-9 < 1e-6 < after["mean_kl"]
+    for who in ("student", "teacher"):
+        by_call = {r["calls"]: r["mean_kl"] for r in found[who]}
+        assert max(by_call["call 0"], by_call["call 1"]) < 1e-9 < 1e-6 < by_call["call 2 and later"]
+        assert by_call["call 1 and later"] < by_call["call 2 and later"]
+    assert [a["arm"] for a in found["arms"]] == ["persistent history", "fork", "realign", "mem1-official"]
+    own, packed = found["bfloat16"]["rounding"][0], found["bfloat16"]["rounding"][-1]
+    assert own["p99_logprob"] > 100 * found["rounding"][0]["p99_logprob"]
+    assert packed["p99_logprob"] < 4 * own["p99_logprob"]
     assert found["trajectories"] == 3
     assert found["calls"] > 6
     assert "| persistent history |" in text
@@ -96,10 +104,33 @@ def test_domain(run):
     assert f"{found['response_spurious']:,}" in text
 
 
-def test_rules(run):
-    found, _ = run("rules", 'rules = ["mem1", "summary", "full_response"]')
-    assert list(found["rules"]) == ["mem1", "summary", "full_response"]
-    assert all(r["passed"] and r["top1_agreement"] == 1 for r in found["rules"].values())
+def test_rules(run, tmp_path):
+    """The actions of one set of trajectories under every rule: as many tokens everywhere, in other contexts."""
+    rules = ["mem1", "summary", "full_response", "refresh"]
+    found, text = run("rules", f"rules = {json.dumps(rules)}")
+    assert list(found["rules"]) == rules
+    assert len(list((tmp_path / "work" / "trajectories").iterdir())) == 1
+    for dtype in ("float32", "bfloat16"):
+        reports = [r[dtype] for r in found["rules"].values()]
+        assert all(r["passed"] for r in reports)
+        assert len({r["decisions"] for r in reports}) == 1
+        assert len({r["tokens"] for r in reports}) == len(rules)
+    assert all(r["float32"]["top1_agreement"] == 1 for r in found["rules"].values())
+    assert "bfloat16, own rounding against float32:" in text
+
+
+def test_actions_that_are_not_those_recorded_are_refused():
+    recorded = [Episode("e", "t", [Call([1], [2]), Call([1, 2], [3])])]
+    check_same_actions(recorded, [Episode("e", "t", [Call([7], [2]), Call([8], [3])], memory="window")])
+    for wrong in ([Call([1], [2])], [Call([1], [2]), Call([1, 2], [4])]):
+        with pytest.raises(ValueError, match="episode 'e': the actions under 'window' are not those recorded"):
+            check_same_actions(recorded, [Episode("e", "t", wrong, memory="window")])
+
+
+def test_a_rule_that_asks_the_model_cannot_be_replayed():
+    asked = Request(np.array([1], np.int32), 0, episode="e", purpose="note")
+    with pytest.raises(ValueError, match="asks the model for 'note', which nobody recorded"):
+        Replay([Episode("e", "t", [Call([1], [2])])]).generate([asked])
 
 
 def test_the_models_own_trajectories(run, tmp_path):

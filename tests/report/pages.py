@@ -70,6 +70,23 @@ def run_with_notes(folder: Path, purpose: str) -> Path:
     return folder
 
 
+def add_audits(run: Path) -> dict[str, dict]:
+    """As `memopd audit -o` writes them: the same calls in two precisions, the second one without a teacher."""
+    import torch
+
+    from memopd.verify.audit import audit
+    from memopd.verify.families import tiny_model
+
+    found = {}
+    for dtype, teacher in ((torch.float32, tiny_model("llama", 1)), (torch.bfloat16, None)):
+        model = tiny_model("qwen2").to(dtype)
+        found[str(dtype)[6:]] = audit(model, recorded()[:2], "dense", teacher, name=HOSTILE[0]).as_dict()
+    (run / "audit").mkdir()
+    for name, report in found.items():
+        (run / "audit" / f"{name}.json").write_text(json.dumps(report))
+    return found
+
+
 def run_of(state: str = "aligned", seed: int = 0) -> Path:
     """A run of `memopd train` on recorded episodes."""
     return _run(state, seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from pages import HOSTILE, run_of, run_with_notes, workshop
+from pages import HOSTILE, add_audits, run_of, run_with_notes, workshop
 
 from memopd.config import RunConfig
 from memopd.record import read_episodes
@@ -199,6 +199,27 @@ def test_evaluations_time_and_checks(browser):
     assert len(browser.texts("#time .part")) >= 4
     settings = sum(len(section) for section in asdict(RunConfig()).values())
     assert f"All {settings} settings" in browser.texts("#configuration summary")[0]
+
+
+def test_audits_are_beside_each_other(browser, tmp_path):
+    """bfloat16 comes before float32, as its file does; a teacher that only one of them has is a dash in the other."""
+    run = run_with_notes(tmp_path / "run", "note")
+    found = add_audits(run)
+    write_report([run], tmp_path / "page.html")
+    shows(browser, tmp_path / "page.html")
+    first, rounding, student, teacher, *arms = browser.texts("#audit table")
+    head = [f"{name}: {column}" for name in ("bfloat16", "float32") for column in ("p99", "top-1", "false")]
+    places = [first.find(part) for part in head]
+    assert -1 < places[0] < places[-1]
+    assert places == sorted(places)
+    assert "calls alone" in rounding
+    assert "call 2" in student
+    assert "–" in teacher
+    assert len(arms) == 2
+    rows = browser.texts("#audit div:nth-of-type(1) tbody tr")
+    persistent = [found[dtype]["representations"][0] for dtype in ("bfloat16", "float32")]
+    assert all(f"{100 * row['top1']:.2f}" in rows[0] for row in persistent)
+    assert HOSTILE[0] in words(browser)
 
 
 def test_several_runs(browser):

@@ -66,6 +66,10 @@ def test_refusals(tmp_path):
     (run / "evaluation" / "x.json").write_text("{}")
     with pytest.raises(ValueError, match="not written by"):
         read_runs([run])
+    (run / "evaluation").rename(run / "audit")
+    with pytest.raises(ValueError, match=r"audit/x\.json: not written by `memopd audit -o`"):
+        read_runs([run])
+    (run / "audit").rename(run / "evaluation")
     (run / "evaluation" / "x.json").write_text("{")
     with pytest.raises(ValueError, match=r"x\.json: not JSON"):
         read_runs([run])

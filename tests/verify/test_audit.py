@@ -13,8 +13,9 @@ from rich.console import Console
 
 from memopd.score import Head
 from memopd.types import Call, Episode, Sampling, Segment
-from memopd.verify.audit import Domain, audit, domain, print_audit
+from memopd.verify.audit import Domain, audit, domain
 from memopd.verify.families import demo, tiny_model
+from memopd.verify.tables import print_audit
 
 Q, A0, O0, A1, O1, A2 = [5, 6, 7], [10, 11], [20, 21, 22], [30, 31, 32], [40], [50, 51]
 MEM1 = Episode("e", "t", [Call(Q, A0), Call(Q + A0 + O0, A1), Call(Q + A1 + O1, A2)])
@@ -131,8 +132,9 @@ def test_no_pass_runs_twice(monkeypatch, temperature):
     assert sorted(checks) == [2, 2, 2]  # the model, its float64 copy and the teacher
     others = {key: count for key, count in passes.items() if key[3] != (1, 3)}
     assert set(others.values()) == {1}
-    # Alone 8 calls, in float64 8; padded 2 episodes; packed 1; persistent 2 and three corruptions of 2; teacher 4.
-    assert len(others) == 8 + 8 + 2 + 1 + 2 + 3 * 2 + 4
+    # Alone 8 calls, in float64 8; padded 2 episodes; packed 1; persistent 2, mem1-official 2 and three corruptions of
+    # 2; teacher 4. The sequences of fork and realign are those of calls alone.
+    assert len(others) == 8 + 8 + 2 + 1 + 2 + 2 + 3 * 2 + 4
     assert set(heads.values()) == {1}
 
 
@@ -150,6 +152,9 @@ def test_progress_names_every_stage_and_counts_calls():
         ("calls in padded batches", 2),
         ("packed", 1),
         ("persistent history", 2),
+        ("fork", 6),  # of 4 calls each, the first two are one sequence
+        ("realign", 6),
+        ("mem1-official", 2),
         *[(wrong, 2) for wrong in ("visibility only", "positions only", "both")],
         ("calls alone, float64", 8),
         ("vocabulary", 1),
@@ -163,11 +168,14 @@ def test_where_the_context_only_grows_flattening_is_right():
     for row in (*report.representations, *report.corruption):
         assert row.max_logprob <= 1e-12
         assert (row.top1, row.top1_changed, row.false_clip) == (1, 0, 0)
-    assert [(t.when, t.decisions, t.top1) for t in report.teacher] == [
-        ("before the first update", 2, 1),
-        ("after it", 5, 1),
-    ]
-    assert all(abs(t.mean_kl) <= 1e-12 for t in report.teacher)
+    for mismatch in (report.student, report.teacher):
+        assert [(t.calls, t.decisions, t.top1) for t in mismatch] == [
+            ("call 0", 2, 1),
+            ("call 1", 3, 1),
+            ("call 2", 2, 1),
+            ("call 1 and later", 5, 1),
+        ]
+        assert all(abs(t.mean_kl) <= 1e-12 for t in mismatch)
 
 
 def test_every_row_is_at_the_temperature_of_its_episode():
@@ -181,7 +189,7 @@ def test_models_that_run_unshared_have_no_packed_state_to_corrupt():
     report = audit(tiny_model("bloom (own attention)"), episodes_of(range(2)), "dense")
     assert report.passed
     assert report.corruption == ()
-    assert [n.split(":")[0] for n in report.notes] == ["visibility only", "positions only", "both"]
+    assert [n.split(":")[0] for n in report.notes] == ["mem1-official", "visibility only", "positions only", "both"]
     assert report.representations[0].p99_logprob > 1e-2
     assert report.representations[2].max_logprob == 0
 
@@ -197,26 +205,36 @@ def test_nothing_to_audit():
 # ---- teachers -----------------------------------------------------------------------------------------------
 
 
-def test_a_teacher_is_the_same_before_the_first_update_and_another_after():
+def test_flattening_is_right_for_calls_0_and_1_and_wrong_from_call_2_on():
+    """Under MEM1's rule, call 1 reads q, a_0 and o_0: all that there is. The mean over calls 1 to 3 hides that."""
     teacher = tiny_model("llama", seed=5, dtype=torch.float64)
     report = audit(tiny_model("qwen2", dtype=torch.float64), episodes_of(range(3)), "dense", teacher=teacher)
-    before, after = report.teacher
-    assert (before.when, before.decisions) == ("before the first update", 3 * 6)
-    assert (before.top1, before.top1_changed) == (1, 0)
-    assert abs(before.mean_kl) <= 1e-12
-    assert before.p99_logprob <= 1e-12
-    assert (after.when, after.decisions) == ("after it", 3 * 3 * 6)
-    assert after.mean_kl > 0.01
-    assert after.top1 < 1
-    assert after.top1_changed == round((1 - after.top1) * 54)
-    assert after.p99_logprob > 0.1
+    for mismatch in (report.student, report.teacher):
+        rows = {row.calls: row for row in mismatch}
+        names = ["call 0", "call 1", "call 2", "call 3 and later", "call 1 and later", "call 2 and later"]
+        assert list(rows) == names
+        assert [row.decisions for row in mismatch] == [18, 18, 18, 18, 54, 36]
+        for same in ("call 0", "call 1"):
+            assert (rows[same].top1, rows[same].top1_changed) == (1, 0)
+            assert abs(rows[same].mean_kl) <= 1e-12
+            assert rows[same].p99_logprob <= 1e-12
+        for differs in names[2:]:
+            row = rows[differs]
+            assert row.mean_kl > 0.01
+            assert row.p99_logprob > 0.1
+            assert row.top1_changed == round((1 - row.top1) * row.decisions) > 0
+        assert rows["call 1 and later"].mean_kl == pytest.approx(rows["call 2 and later"].mean_kl * 36 / 54)
+        assert rows["call 2 and later"].mean_kl == pytest.approx(
+            (rows["call 2"].mean_kl + rows["call 3 and later"].mean_kl) / 2
+        )
 
 
 def test_one_call_has_no_update():
     episode = Episode("e", "t", [Call(Q, A0)])
     model = tiny_model("qwen2")
-    (only,) = audit(model, [episode], "dense", teacher=model).teacher
-    assert (only.when, only.decisions) == ("before the first update", 2)
+    report = audit(model, [episode], "dense", teacher=model)
+    for (only,) in (report.student, report.teacher):
+        assert (only.calls, only.decisions) == ("call 0", 2)
 
 
 # ---- what the sampler recorded ------------------------------------------------------------------------------
@@ -281,7 +299,11 @@ def test_tables_and_json_say_the_same():
         "persistent history",
         "reconstructed packing",
         "visibility only",
-        "before the first update",
+        "call 2 and later",
+        "a sequence per call",
+        "mem1-official",
+        "Rounding: float32 against the calls alone in float64",
+        "Floor of float32: a call run alone is",
         "Recorded against recomputed",
         "Packing is equivalent",
         f"{report.representations[0].p99_logprob:.3g}",

@@ -90,7 +90,7 @@ def audit(
 
     recorded = [e for store in episodes or () for e in track("reading", read_episodes(store))]
     from memopd.verify.audit import audit as run_audit
-    from memopd.verify.audit import print_audit
+    from memopd.verify.tables import print_audit
 
     if demo:
         import torch
@@ -99,16 +99,17 @@ def audit(
 
         policy, recorded = make_demo()
         policy = policy.to(device(), getattr(torch, dtype))
-        name = "tiny random Qwen2"
+        name, tokenizer = "tiny random Qwen2", None
     else:
         assert model is not None
         policy, name = load_model(model, dtype, adapter), policy_name(model, adapter)
+        tokenizer = _tokenizer(model)
     if teacher and model:
         from memopd.models.load import check_same_tokenizer
 
         check_same_tokenizer(os.path.expanduser(model), os.path.expanduser(teacher))
     guide = load_model(teacher, dtype) if teacher else None
-    report = run_audit(policy, recorded, attention, guide, name, _stage)
+    report = run_audit(policy, recorded, attention, guide, name, _stage, tokenizer)
     if output is not None:
         from memopd.files import whole
 
@@ -119,6 +120,17 @@ def audit(
     else:
         print_audit(report, out)
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _tokenizer(model: str) -> Any:
+    """The model's tokenizer, if it has one: a log of calls can be audited without."""
+    from memopd.models.load import load_tokenizer
+
+    try:
+        return load_tokenizer(os.path.expanduser(model))
+    except ValueError as why:
+        log.warning("no tokenizer, so the arms encode nothing again and hide no thoughts: %s", why)
+        return None
 
 
 def _stage(name: str, items: Sequence[Any]) -> Iterable[Any]:

@@ -1,17 +1,20 @@
-"""The approaches of other trainers, for audits and ablations only: flattened history, corrupted rows, wrong masks.
+"""The approaches of other trainers, for audits and ablations only: flattened or split histories, corrupted rows, masks.
 
-Every function builds something wrong on purpose. MemOPD itself never trains on it.
+MemOPD itself never trains on any of them. Each costs something: a wrong state, tokens without a gradient, or rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memopd.compile.pack import Decisions, Packed
 from memopd.types import Call, Episode, Ids
+
+FORK_THRESHOLD = 1024  # tokens: the default of TRL's `fork_threshold_tokens`, and of slime
 
 
 def persistent_history(episode: Episode) -> Packed:
@@ -20,25 +23,141 @@ def persistent_history(episode: Episode) -> Packed:
     The segments of a prompt tell which part is the new observation. Without recorded segments, it is the part after
     q and after the longest piece that was retained from earlier calls (see `observation`).
     """
+    tokens, spans = _flatten(episode)
+    sampled = [s for s in spans if s.kind == "response" and episode.calls[s.call].trainable]
+    return _causal(tokens[:-1], [(s.call, s.start, tokens[s.start : s.stop]) for s in sampled])
+
+
+def fork(episode: Episode) -> list[Packed]:
+    """One sequence per unbroken stretch: it goes on while each prompt begins with everything before it.
+
+    SkyRL, rLLM and prime-rl merge and split calls in this way. Every token keeps its exact state.
+    """
+    return realign(episode, threshold=0)
+
+
+def realign(
+    episode: Episode, encode: Callable[[Ids], Ids] | None = None, threshold: int = FORK_THRESHOLD
+) -> list[Packed]:
+    """As `fork`, but a sequence also goes on where the last response alone was written differently (TRL, slime).
+
+    If a prompt leaves the sequence within the last response, and by fewer than `threshold` tokens, then its ids replace
+    the rest of that response, which gets no gradient. As long as prompts repeat the sampled ids, `encode` stands for a
+    trainer that builds the conversation from its text: it returns the ids that the text of a response has.
+    """
+    sequences: list[_Sequence] = []
+    for t, call in enumerate(episode.calls):
+        if not sequences or not sequences[-1].go_on(call.prompt, encode, threshold):
+            sequences.append(_Sequence(call.prompt))
+        sequences[-1].sample(t, call)
+    return [_causal(s.tokens[:-1], s.sampled) for s in sequences if s.sampled]
+
+
+class _Sequence:
+    """A training sequence of `realign` that still grows."""
+
+    def __init__(self, prompt: Ids) -> None:
+        self.recorded = prompt  # the ids that the calls read and sampled
+        self.tokens = prompt  # the ids that the trainer holds
+        self.last = 0  # the number of tokens of the last response, which both end with
+        self.sampled: list[tuple[int, int, Ids]] = []  # call, place in `tokens`, and ids that get a gradient
+
+    def sample(self, t: int, call: Call) -> None:
+        if call.trainable:
+            self.sampled.append((t, len(self.tokens), call.completion))
+        self.recorded = np.concatenate([self.recorded, call.completion])
+        self.tokens = np.concatenate([self.tokens, call.completion])
+        self.last = len(call.completion)
+
+    def go_on(self, prompt: Ids, encode: Callable[[Ids], Ids] | None, threshold: int) -> bool:
+        """Take the next prompt, if it leaves no more than the end of the last response."""
+        start = len(self.recorded) - self.last
+        matched = _common_prefix(self.recorded, prompt)
+        drift = len(self.recorded) - matched
+        if drift and (matched < start or drift >= threshold):
+            return False
+        kept, rest = matched - start, prompt[matched:]
+        if not drift and encode is not None:
+            response = self.recorded[start:]
+            text = encode(response)
+            kept = _common_prefix(response, text)
+            rest = np.concatenate([text[kept:], rest])
+        place = len(self.tokens) - self.last
+        if self.sampled and self.sampled[-1][1] == place:  # the last response is one to train on
+            t, _, ids = self.sampled.pop()
+            self.sampled += [(t, place, ids[:kept])] if kept else []
+        self.tokens = np.concatenate([self.tokens[: place + kept], rest])
+        self.recorded = prompt
+        return True
+
+
+def mem1_official(episode: Episode, hidden: Callable[[Ids], int] | None = None) -> tuple[Packed, NDArray[np.bool_]]:
+    """MEM1's public training code: the flattened history with running positions, and [T, T] who sees whom.
+
+    A response sees q, the response before it, the information after that, and itself. Information sees only itself: not
+    q, and not the search that it answers. So its last token, which predicts the first of the next response, knows
+    nothing else. One copy of a response is both action and memory. `hidden` returns how many of its first tokens, the
+    thoughts, a later response does not see. The pack's own `exit` does not apply.
+    """
+    _, spans = _flatten(episode)
+    packed = persistent_history(episode)
+    T = len(packed)
+    visible = np.zeros((T, T), np.bool_)
+    for i, span in enumerate(spans):
+        own = slice(span.start, min(span.stop, T))
+        visible[own, own] = np.tri(own.stop - own.start, dtype=np.bool_)
+        if span.kind == "response":
+            visible[own, : spans[0].stop] = True
+            if i > 1:  # the prompt and the first response have no information before them
+                before, information = spans[i - 2], spans[i - 1]
+                thoughts = hidden(episode.calls[before.call].completion) if hidden is not None else 0
+                visible[own, before.start + thoughts : before.stop] = True
+                visible[own, information.start : information.stop] = True
+    return packed, visible
+
+
+def is_mem1(episode: Episode) -> bool:
+    """Whether every prompt after the first is q, the whole last response, and something new."""
+    q = stable_prefix(episode)
+    return all(
+        np.array_equal(call.prompt[q : q + len(last.completion)], last.completion)
+        for last, call in zip(episode.calls, episode.calls[1:], strict=False)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A piece of a flattened history."""
+
+    kind: str  # "prompt", "response" or "observation"
+    call: int  # the call that reads or samples it
+    start: int
+    stop: int
+
+
+def _flatten(episode: Episode) -> tuple[Ids, list[_Span]]:
+    """The ids of the flattened history, and its spans: the first prompt, then responses and observations in turn."""
     q = stable_prefix(episode)
     pieces = [episode.calls[0].prompt]
-    rows, calls = [], []
-    length = len(pieces[0])
+    spans = [_Span("prompt", 0, 0, len(pieces[0]))]
+
+    def add(kind: str, t: int, ids: Ids) -> None:
+        pieces.append(ids)
+        spans.append(_Span(kind, t, spans[-1].stop, spans[-1].stop + len(ids)))
+
     for t, call in enumerate(episode.calls):
         if t > 0:
-            new = observation(call, np.concatenate(pieces)[q:], episode.calls[t - 1].completion, q)
-            pieces.append(new)
-            length += len(new)
-        if call.trainable:
-            rows.append(np.arange(length - 1, length - 1 + len(call.completion), dtype=np.int32))
-            calls.append(t)
-        pieces.append(call.completion)
-        length += len(call.completion)
-    tokens = np.concatenate(pieces)[:-1]
+            add("observation", t, observation(call, np.concatenate(pieces)[q:], episode.calls[t - 1].completion, q))
+        add("response", t, call.completion)
+    return np.concatenate(pieces), spans
+
+
+def _causal(tokens: Ids, sampled: Sequence[tuple[int, int, Ids]]) -> Packed:
+    """One sequence with running positions in which every row sees all before it; `sampled` has (call, place, ids)."""
     decisions = Decisions(
-        row=np.concatenate(rows),
-        token=np.concatenate([episode.calls[t].completion for t in calls]),
-        call=np.repeat(np.array(calls, np.int32), [len(r) for r in rows]),
+        row=np.concatenate([np.arange(at - 1, at - 1 + len(ids), dtype=np.int32) for _, at, ids in sampled]),
+        token=np.concatenate([ids for _, _, ids in sampled]),
+        call=np.repeat(np.array([t for t, _, _ in sampled], np.int32), [len(ids) for _, _, ids in sampled]),
     )
     T = len(tokens)
     return Packed(tokens, np.arange(T, dtype=np.int32), np.full(T, T, np.int32), decisions)

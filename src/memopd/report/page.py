@@ -67,9 +67,16 @@ def _run_data(run: Run, budget: int) -> dict[str, Any]:
         "ends": ends(run.metrics),
         "seconds": stages(run.metrics),
         "equivalence": [{"step": step + 1} | report for step, report in run.equivalence.items()],
+        "audits": [_audit_data(name, audit) for name, audit in run.audits.items()],
         "episodes": episodes,
         "vocabulary": vocabulary(run, episodes),
     }
+
+
+def _audit_data(name: str, audit: dict[str, Any]) -> dict[str, Any]:
+    shown = ("model", "passed", "representations", "rounding", "arms", "student", "teacher", "notes")
+    figures = ("dtype", "precise", "calls", "decisions", "rows", "tokens", "error", "tolerance")
+    return {"name": name} | {key: audit[key] for key in shown} | {key: audit["equivalence"][key] for key in figures}
 
 
 def page(data: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ class Run:
     metrics: list[dict[str, Any]]  # one line per step
     equivalence: dict[int, dict[str, Any]]  # by step
     evaluations: dict[str, dict[str, Any]]  # by NAME: the output of `memopd evaluate -o RUN/evaluation/NAME.json`
+    audits: dict[str, dict[str, Any]]  # by NAME: the output of `memopd audit -o RUN/audit/NAME.json`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,15 @@ def _read_run(path: Path, name: str) -> Run:
     config = read_object(path / "config.json")
     if not all(isinstance(section, dict) for section in config.values()):
         raise ValueError(f"{path / 'config.json'}: not the configuration of a run; it consists of sections")
-    return Run(path, name, config, read_metrics(path), _checks(path), evaluations)
+    return Run(path, name, config, read_metrics(path), _checks(path), evaluations, _audits(path))
+
+
+def _audits(path: Path) -> dict[str, dict[str, Any]]:
+    audits = {f.stem: read_object(f) for f in sorted(path.glob("audit/*.json"))}
+    for stem, audit in audits.items():
+        if not {"representations", "rounding", "arms", "student", "teacher", "equivalence"} <= audit.keys():
+            raise ValueError(f"{path / 'audit' / stem}.json: not written by `memopd audit -o`; move it elsewhere")
+    return audits
 
 
 def _checks(path: Path) -> dict[int, dict[str, Any]]:

@@ -1,43 +1,49 @@
-"""Measures how wrong a trainer is that flattens: the paper's Table 3, Figure b, domain counts and teacher mismatch.
+"""Measures how wrong other ways to train are: the paper's Table 3, Figure b, domain counts and teacher mismatch.
 
 Every row scores the same recorded actions of the same episodes; independent calls are the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from memopd.compile import compile_calls, corrupt, persistent_history, response_mask, trajectory_mask
+from memopd.compile import Packed, compile_calls, corrupt, persistent_history, response_mask, trajectory_mask
 from memopd.compile.controls import stable_prefix
-from memopd.models.attention import own_attention
-from memopd.models.support import check_length, sharing
-from memopd.score import Head, call_states, decision_states, head_of
-from memopd.types import Episode
+from memopd.models.support import sharing
+from memopd.score import Head, decision_states, head_of
+from memopd.types import Call, Episode
+from memopd.verify.arms import (
+    FORK,
+    OFFICIAL,
+    PERSISTENT,
+    REALIGN,
+    Arm,
+    CausalRuns,
+    alone,
+    arms_of,
+    check_mem1,
+    official_states,
+    sequences_of,
+    thoughts,
+)
+from memopd.verify.distance import CHUNK, Difference, Distance, Measured, Progress, measure, p99, silent
 from memopd.verify.equivalence import (
     BUDGET,
-    CHUNK,
-    Difference,
-    Distance,
     EquivalenceReport,
-    Progress,
-    alone_states,
     batched_states,
     judge,
-    measure,
-    p99,
     packed_states,
     packs_of,
     precise_run,
     sampled_tokens,
-    silent,
+    scattered,
 )
 
 
@@ -63,10 +69,10 @@ class Domain:
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherMismatch:
-    """The teacher in exact states, compared with persistent states."""
+class Mismatch:
+    """A model in exact states, compared with persistent states, in some of the calls."""
 
-    when: str
+    calls: str
     decisions: int
     top1: float
     top1_changed: int
@@ -105,8 +111,11 @@ class Audit:
     representations: tuple[Row, ...]  # Table 3
     corruption: tuple[Row, ...]  # Figure b
     domain: Domain
+    rounding: tuple[Row, ...] = ()  # against the calls alone at a higher precision; empty in float64
+    arms: tuple[Arm, ...] = ()  # what other trainers do
     rules: tuple[Rule, ...] = ()  # Table 4
-    teacher: tuple[TeacherMismatch, ...] = ()
+    student: tuple[Mismatch, ...] = ()  # by call
+    teacher: tuple[Mismatch, ...] = ()
     recorded: RecordedGap | None = None
     notes: tuple[str, ...] = ()
 
@@ -126,64 +135,116 @@ def audit(
     teacher: Any = None,
     name: str = "",
     progress: Progress = silent,
+    tokenizer: Any = None,
 ) -> Audit:
-    """Run every representation once, keep its states, and compare all of them in one pass over the vocabulary."""
+    """Run every representation once, keep its states, and compare all of them in one pass over the vocabulary.
+
+    With a tokenizer, the arms that encode text again or look for thoughts can do so.
+    """
     episodes = [e for e in episodes if any(c.trainable for c in e.calls)]
     if not episodes:
         raise ValueError("there is no episode with a trainable call to audit")
     calls = [c for e in episodes for c in e.calls]
     packs = packs_of(calls, BUDGET)
-    head = head_of(model)
-    alone = alone_states(model, calls, progress)
-    batched = torch.cat([batched_states(model, e.calls) for e in progress("calls in padded batches", episodes)])
-    runs = {"packed": packed_states(model, calls, progress("packed", packs), attention, like=alone), "batched": batched}
-    notes: list[str] = []
-
-    def control(what: str, states_of: Callable[[Episode], Tensor]) -> None:
-        """Run a wrong way to score. If it cannot run, for example past a rope limit, there is a note instead."""
-        try:
-            runs[what] = torch.cat([states_of(e) for e in progress(what, episodes)])
-        except ValueError as why:
-            notes.append(f"{what}: not measured: {why}")
-
-    control(PERSISTENT, lambda e: persistent_states(model, e))
-    for what, wrong in CORRUPTIONS.items():
-        control(what, lambda e, wrong=wrong: corrupted_states(model, e, attention, **wrong))  # type: ignore[misc]
+    by = sequences_of(episodes, tokenizer)
+    made = _Runs(model, episodes, calls, attention, progress, by)
+    made.runs["packed"] = packed_states(model, calls, progress("packed", packs), attention, like=made.alone)
+    made.run_arms(None if tokenizer is None else thoughts(tokenizer))
+    made.run_corruptions()
     precise = precise_run(model, calls, progress)
-    tokens, temperature = sampled_tokens(calls, alone.device), temperatures(episodes, alone.device)
-    measured = measure(head, alone, runs, tokens, precise, temperature, progress)
+    tokens, temperature = sampled_tokens(calls, made.alone.device), temperatures(episodes, made.alone.device)
+    measured = measure(head_of(model), made.alone, made.runs, tokens, precise, temperature, progress, (PERSISTENT,))
     del precise  # its head is as large as the model's, or larger
-
-    def rows(**names: str) -> tuple[Row, ...]:
-        """The rows of the runs that were made, each with its name in the report."""
-        shown = {run: title for run, title in names.items() if run in measured.runs}
-        return tuple(as_row(title, measured.runs[run].as_sampled(), len(tokens)) for run, title in shown.items())
-
     recorded, note = recorded_gap(episodes, measured.logprob)
-    mismatch: tuple[TeacherMismatch, ...] = ()
+    mismatch: tuple[Mismatch, ...] = ()
     if teacher is not None:
         try:
             mismatch = teacher_mismatch(teacher, episodes, attention, progress)
         except ValueError as why:
-            notes.append(f"teacher: not measured: {why}")
+            made.notes.append(f"teacher: not measured: {why}")
+    by[OFFICIAL] = by[PERSISTENT]  # the same rows, which see each other differently
     return Audit(
         model=name or type(model).__name__,
         episodes=len(episodes),
         calls=sum(c.trainable for c in calls),
         equivalence=judge(model, calls, packs, measured, attention),
-        representations=rows(
-            **{PERSISTENT: PERSISTENT, "batched": "batching floor", "packed": "reconstructed packing"}
+        representations=_rows(
+            measured.runs, {PERSISTENT: PERSISTENT, "batched": "batching floor", "packed": "reconstructed packing"}
         ),
-        corruption=rows(**{what: what for what in CORRUPTIONS}),
+        corruption=_rows(measured.runs, {what: what for what in CORRUPTIONS}),
         domain=domain(episodes),
+        rounding=_rows(
+            measured.rounding or {},
+            {"alone": "calls alone", "batched": "batching floor", "packed": "reconstructed packing"},
+        ),
+        arms=arms_of(by, measured.runs, made.kept),
         rules=rules(episodes, measured.runs["packed"]),
+        student=student_mismatch(episodes, measured),
         teacher=mismatch,
         recorded=recorded,
-        notes=(*notes, *note),
+        notes=(*made.notes, *note),
     )
 
 
-PERSISTENT = "persistent history"
+class _Runs:
+    """The states of every run in the order of the calls. A run that is not possible leaves a note."""
+
+    def __init__(
+        self,
+        model: Any,
+        episodes: Sequence[Episode],
+        calls: Sequence[Call],
+        attention: str,
+        progress: Progress,
+        by: Mapping[str, Sequence[Packed]],
+    ) -> None:
+        self.model, self.episodes, self.calls = model, episodes, calls
+        self.attention, self.progress, self.by = attention, progress, by
+        single = alone(calls)
+        self.causal = CausalRuns(model, [*single, *(s for sequences in by.values() for s in sequences)])
+        self.alone = torch.cat([self.causal(s) for s in progress("calls alone", single)])
+        batched = [batched_states(model, e.calls) for e in progress("calls in padded batches", episodes)]
+        self.runs: dict[str, Tensor] = {"batched": torch.cat(batched)}
+        self.kept: dict[str, Tensor] = {}  # [D] bool: the decisions that an arm computes, if not all
+        self.notes: list[str] = []
+
+    def control(self, what: str, items: Sequence[Any], states_of: Callable[[Any], Tensor]) -> None:
+        """Run a way to score that may be impossible, for example past a rope limit."""
+        try:
+            self.runs[what] = torch.cat([states_of(item) for item in self.progress(what, items)])
+        except ValueError as why:
+            self.notes.append(f"{what}: not measured: {why}")
+
+    def run_arms(self, hidden: Callable[[Any], int] | None) -> None:
+        self.control(PERSISTENT, self.by[PERSISTENT], self.causal)
+        for arm in (FORK, REALIGN):
+            states = scattered(self.calls, self.progress(arm, self.by[arm]), self.causal, like=self.alone)
+            ones = scattered(self.calls, self.by[arm], _ones, like=self.alone[:, :1].float())
+            self.kept[arm] = kept = ~ones.isnan()[:, 0]
+            self.runs[arm] = torch.where(kept[:, None], states, self.alone)
+        self.causal.states.clear()
+        try:
+            check_mem1(self.episodes)
+        except ValueError as why:
+            self.notes.append(f"{OFFICIAL}: not measured: {why}")
+        else:
+            self.control(OFFICIAL, self.episodes, lambda e: official_states(self.model, e, hidden))
+
+    def run_corruptions(self) -> None:
+        for what, wrong in CORRUPTIONS.items():
+            self.control(what, self.episodes, partial(corrupted_states, self.model, self.attention, wrong))
+
+
+def _ones(packed: Packed) -> Tensor:
+    return torch.ones(len(packed.decisions), 1)
+
+
+def _rows(runs: Mapping[str, Distance], names: Mapping[str, str]) -> tuple[Row, ...]:
+    """The rows of the runs that were made, each with its name in the report."""
+    shown = {run: title for run, title in names.items() if run in runs}
+    return tuple(as_row(title, runs[run].as_sampled(), len(runs[run].same)) for run, title in shown.items())
+
+
 CORRUPTIONS = {
     "visibility only": {"visibility": True},
     "positions only": {"positions": True},
@@ -215,13 +276,10 @@ def _of(d: Difference) -> tuple[float, float, float]:
 def persistent_states(model: Any, episode: Episode) -> Tensor:
     """The flattened history as other trainers run it: one causal sequence with the model's own attention."""
     flat = persistent_history(episode)
-    check_length(model, len(flat))
-    with own_attention(model):
-        states = call_states(model, flat.tokens, 0)
-    return states[torch.as_tensor(flat.decisions.row, device=states.device).long()]
+    return CausalRuns(model, [flat])(flat)
 
 
-def corrupted_states(model: Any, episode: Episode, attention: str, **wrong: bool) -> Tensor:
+def corrupted_states(model: Any, attention: str, wrong: Mapping[str, bool], episode: Episode) -> Tensor:
     if not sharing(model).shared:
         raise ValueError("the model runs its calls unshared, so there is no packed state to corrupt")
     return decision_states(model, corrupt(compile_calls(episode.calls), **wrong), attention)
@@ -244,36 +302,61 @@ def domain(episodes: Sequence[Episode]) -> Domain:
     return Domain(sampled, trajectory - sampled, response - sampled)
 
 
+# The calls of an episode that a row of a mismatch is about, by their number from 0. Under MEM1's rule a flattened
+# history is right for calls 0 and 1: until then, nothing was dropped. A mean over calls 1 and later hides the effect.
+GROUPS = {
+    "call 0": (0, 1),
+    "call 1": (1, 2),
+    "call 2": (2, 3),
+    "call 3 and later": (3, None),
+    "call 1 and later": (1, None),
+    "call 2 and later": (2, None),
+}
+
+
+def student_mismatch(episodes: Sequence[Episode], measured: Measured) -> tuple[Mismatch, ...]:
+    """The audited model itself in persistent states, by call; nothing if they could not be run."""
+    if PERSISTENT not in measured.runs:
+        return ()
+    flat = measured.runs[PERSISTENT]
+    assert flat.kl is not None
+    return _by_call(np.concatenate([_call_of(e) for e in episodes]), flat.kl, flat.sampled_logprob, flat.same)
+
+
 def teacher_mismatch(
     teacher: Any, episodes: Sequence[Episode], attention: str, progress: Progress
-) -> tuple[TeacherMismatch, ...]:
-    """Before the first memory update both states are the same; after it the persistent one never occurred."""
+) -> tuple[Mismatch, ...]:
+    """Before the first memory update both states are the same; after the second, the persistent one never occurred."""
     head = head_of(teacher)
-    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"before the first update": [], "after it": []}
+    parts = []
     for episode in progress("teacher", episodes):
         exact = decision_states(teacher, compile_calls(episode.calls), attention)
         flat = persistent_states(teacher, episode)
         tokens = sampled_tokens(episode.calls, exact.device)
-        call = np.repeat(np.arange(len(episode.calls)), [len(c.completion) * c.trainable for c in episode.calls])
-        first = torch.as_tensor(call == 0, device=exact.device)
-        kl, delta, same = _divergence(head, exact, flat, tokens, episode.sampling.temperature)
-        for when, which in zip(parts, (first, ~first), strict=True):
-            parts[when].append((kl[which], delta[which], same[which]))
-    mismatches = []
-    for when, pieces in parts.items():
-        kl, delta, same = (torch.cat(column) for column in zip(*pieces, strict=True))
-        if len(kl):
-            mismatches.append(
-                TeacherMismatch(
-                    when,
-                    len(kl),
-                    float(same.double().mean()),
-                    int((~same).sum()),
-                    p99(delta.abs()),
-                    float(kl.mean()),
-                )
-            )
-    return tuple(mismatches)
+        parts.append(_divergence(head, exact, flat, tokens, episode.sampling.temperature))
+    kl, delta, same = (torch.cat(column) for column in zip(*parts, strict=True))
+    return _by_call(np.concatenate([_call_of(e) for e in episodes]), kl, delta, same)
+
+
+def _call_of(episode: Episode) -> np.ndarray[Any, Any]:
+    """[D] the number of each decision's call in its episode."""
+    return np.repeat(np.arange(len(episode.calls)), [len(c.completion) * c.trainable for c in episode.calls])
+
+
+def _by_call(call: np.ndarray[Any, Any], kl: Tensor, delta: Tensor, same: Tensor) -> tuple[Mismatch, ...]:
+    """A row for every group of calls that has decisions. A group that says the same as one before is left out."""
+    made: dict[bytes, Mismatch] = {}
+    for name, (first, stop) in GROUPS.items():
+        mask = (call >= first) & (call < (call.max() + 1 if stop is None else stop))
+        if not mask.any() or mask.tobytes() in made:
+            continue
+        which = torch.as_tensor(mask, device=kl.device)
+        here = same[which]
+        share, changed = float(here.double().mean()), int((~here).sum())
+        made[mask.tobytes()] = Mismatch(
+            name, len(here), share, changed, p99(delta[which].abs()), float(kl[which].mean())
+        )
+    return tuple(made.values())
 
 
 def _divergence(
@@ -314,74 +397,3 @@ def recorded_gap(episodes: Sequence[Episode], logprob: Tensor) -> tuple[Recorded
         return None, notes
     gap = torch.cat(gaps)
     return RecordedGap(len(gap), float(gap.abs().mean()), p99(gap.abs()), float((gap.expm1() - gap).mean())), notes
-
-
-# ---- the printed report -------------------------------------------------------------------------------------------
-
-
-def print_audit(report: Audit, console: Console) -> None:
-    e = report.equivalence
-    console.print(
-        f"\n[bold]{report.model}[/bold], {e.dtype}, attention {e.attention}: {report.episodes} episodes, "
-        f"{report.calls} calls, {e.decisions:,} sampled tokens; {e.rows:,} rows packed for {e.tokens:,} alone "
-        f"({e.tokens / e.rows:.2f}×)\n"
-    )
-    console.print(_representations("Against independent calls", report.representations))
-    if report.corruption:
-        console.print(_representations("Exact rows with a corrupted state", report.corruption))
-    rules = Table(title="Packed against independent calls, by context update", title_justify="left")
-    for column in ("context update", "episodes", "tokens", "p99 |Δlog p|", "max |Δlog p|", "top-1 %"):
-        rules.add_column(column, justify="left" if column == "context update" else "right")
-    for r in report.rules:
-        rules.add_row(
-            r.memory, f"{r.episodes:,}", f"{r.decisions:,}", f"{r.p99_logprob:.3g}", f"{r.max_logprob:.3g}",
-            f"{100 * r.top1:.2f}",
-        )  # fmt: skip
-    console.print(rules)
-    domain = Table(title="Which tokens count as decisions", title_justify="left")
-    domain.add_column("mask")
-    domain.add_column("positions", justify="right")
-    domain.add_column("spurious", justify="right")
-    for mask, spurious in (
-        ("sampled actions", 0),
-        ("trajectory: all after q", report.domain.trajectory_spurious),
-        ("response: all of the assistant turn", report.domain.response_spurious),
-    ):
-        domain.add_row(mask, f"{report.domain.sampled + spurious:,}", f"{spurious:,}")
-    console.print(domain)
-    if report.teacher:
-        teacher = Table(title="Teacher: exact against persistent states", title_justify="left")
-        for column in ("calls", "decisions", "top-1 %", "changed", "p99 |Δlog p|", "mean KL"):
-            teacher.add_column(column, justify="left" if column == "calls" else "right")
-        for t in report.teacher:
-            teacher.add_row(
-                t.when, f"{t.decisions:,}", f"{100 * t.top1:.2f}", f"{t.top1_changed:,}",
-                f"{t.p99_logprob:.3g}", f"{t.mean_kl:.3g}",
-            )  # fmt: skip
-        console.print(teacher)
-    if (gap := report.recorded) is not None:
-        console.print(
-            f"Recorded against recomputed log-probabilities, {gap.decisions:,} tokens: "
-            f"mean |Δ| {gap.mean:.2e}, p99 {gap.p99:.2e}, k3 {gap.k3:.2e}"
-        )
-    for note in (*report.notes, *e.problems):
-        console.print(f"[yellow]{note}[/yellow]")
-    verdict = "[green]equivalent[/green]" if e.passed else "[red]NOT EQUIVALENT[/red]"
-    console.print(
-        f"Packing is {verdict}: error {e.error:.2e}, tolerance {e.tolerance:.2e} ({e.tolerance_source}); "
-        f"worst at call {e.worst_call}, token {e.worst_position}",
-        soft_wrap=True,
-    )
-
-
-def _representations(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("representation")
-    for column in ("p99 |Δlog p|", "top-1 %", "changed", "false clip %"):
-        table.add_column(column, justify="right")
-    for r in rows:
-        table.add_row(
-            r.representation, f"{r.p99_logprob:.3g}", f"{100 * r.top1:.2f}", f"{r.top1_changed:,}",
-            f"{100 * r.false_clip:.2f}",
-        )  # fmt: skip
-    return table

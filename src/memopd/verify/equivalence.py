@@ -9,7 +9,7 @@ small cases.)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,32 +23,13 @@ from memopd.models.load import backbone
 from memopd.models.support import sharing
 from memopd.score import Head, call_states, decision_states, head_of, vocabulary_scores
 from memopd.types import Call
+from memopd.verify.distance import Measured, Progress, measure, silent
 from memopd.verify.structure import structural_problems
 
-CLIP = 0.2  # PPO's ε, for false clipping
 BUDGET = 8192  # rows per pack
-CHUNK = 256  # decisions whose logits are held at once
-
-Progress = Callable[[str, Sequence[Any]], Iterable[Any]]  # names a stage, and shows how far it is with its items
 
 # The precision against which we measure the error of a run.
 MORE_PRECISE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-
-
-def silent(_: str, items: Sequence[Any]) -> Iterable[Any]:
-    return items
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far one way of scoring the sampled tokens is from another."""
-
-    max_logit: float  # max |Δlogit| over the full vocabulary
-    max_logprob: float  # max |Δlog p| of the sampled tokens
-    p99_logprob: float
-    top1: float  # share of decisions with the same first choice
-    false_clip: float  # share of unchanged-policy ratios outside [1 - ε, 1 + ε]
-    worst: int  # the decision with the largest |Δlogit|
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +37,7 @@ class EquivalenceReport:
     passed: bool
     attention: str
     dtype: str
+    precise: str  # the precision of the more precise run; empty in float64
     shared: bool  # False: the model cannot share rows and ran call by call
     calls: int
     decisions: int
@@ -68,6 +50,9 @@ class EquivalenceReport:
     false_clip: float
     floor_max_logit_error: float  # alone against a right-padded batch: the effect of batching itself
     floor_p99_logprob_error: float
+    floor_top1_agreement: float
+    own_p99_logprob_error: float | None  # alone against the more precise run; None if there is none, as in float64
+    own_top1_agreement: float | None
     logit_scale: float  # the largest |logit| of the reference
     error: float  # compared with the tolerance: packed against more precise, or against alone in float64
     tolerance: float
@@ -108,8 +93,11 @@ def judge(
     problems = structural_problems(packs, calls)
     dtype, scale = next(model.parameters()).dtype, measured.scale
     packed, floor = measured.runs["packed"].summary(), measured.runs["batched"].summary()
-    if measured.errors is not None:
-        error, own, rounding = measured.errors["packed"], measured.errors["alone"], torch.finfo(dtype).eps * scale
+    own_p99 = own_top1 = None
+    if measured.rounding is not None:
+        apart = {name: distance.summary() for name, distance in measured.rounding.items()}
+        error, own, rounding = apart["packed"].max_logit, apart["alone"].max_logit, torch.finfo(dtype).eps * scale
+        own_p99, own_top1 = apart["alone"].p99_logprob, apart["alone"].top1
         tolerance = 2 * max(own, rounding)
         source = f"twice the calls' own error against {name_of(MORE_PRECISE[dtype])} ({own:.2e})"
         if own < rounding:
@@ -122,6 +110,7 @@ def judge(
         passed=not problems and error <= tolerance,  # False for NaN
         attention=attention,
         dtype=name_of(dtype),
+        precise="" if measured.rounding is None else name_of(MORE_PRECISE[dtype]),
         shared=sharing(model).shared,
         calls=sum(c.trainable for c in calls),
         decisions=len(call),
@@ -134,6 +123,9 @@ def judge(
         false_clip=packed.false_clip,
         floor_max_logit_error=floor.max_logit,
         floor_p99_logprob_error=floor.p99_logprob,
+        floor_top1_agreement=floor.top1,
+        own_p99_logprob_error=own_p99,
+        own_top1_agreement=own_top1,
         logit_scale=scale,
         error=error,
         tolerance=tolerance,
@@ -161,16 +153,23 @@ def packs_of(calls: Sequence[Call], budget: int) -> list[Packed]:
 
 def packed_states(model: Any, calls: Sequence[Call], packs: Iterable[Packed], attention: str, like: Tensor) -> Tensor:
     """The packed states, scattered by (call, k) into the shape of `like`. A missing or misplaced decision stays NaN."""
+    return scattered(calls, packs, lambda packed: decision_states(model, packed, attention), like)
+
+
+def scattered(
+    calls: Sequence[Call], packs: Iterable[Packed], states_of: Callable[[Packed], Tensor], like: Tensor
+) -> Tensor:
+    """The states of these packs in the order of the calls. A decision that is in none of them is NaN."""
     start = np.cumsum([0] + [len(c.completion) if c.trainable else 0 for c in calls])
     states = torch.full_like(like, float("nan"))
     for packed in packs:
         call, row = packed.decisions.call, packed.decisions.row
         if not len(call) or row.max() >= len(packed) or call.max() >= len(calls):
             continue
-        here = decision_states(model, packed, attention)
+        here = states_of(packed)
         k = np.arange(len(call)) - np.searchsorted(call, call)  # the number of earlier decisions of the same call
         slot = torch.as_tensor(np.minimum(start[call] + k, start[call + 1] - 1), device=here.device)
-        states = states.index_copy(0, slot, here.to(like.dtype))
+        states.index_copy_(0, slot, here.to(like.dtype))
     return states
 
 
@@ -225,105 +224,6 @@ def at_precision(model: Any, dtype: torch.dtype) -> Any:
     if reference._can_set_experts_implementation():
         reference.set_experts_implementation("eager")  # the grouped kernels do not support float64
     return reference
-
-
-# ---- comparing ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """How far one run is from the calls alone, for every decision."""
-
-    logit: Tensor  # [D] max |Δlogit| over the full vocabulary
-    logprob: Tensor  # [D] Δlog p of the sampled token, at temperature 1
-    sampled_logprob: Tensor  # [D] the same at the temperature of its episode
-    same: Tensor  # [D] bool: the first choice is the same
-
-    def summary(self) -> Difference:
-        return difference(self.logit, self.logprob, self.same)
-
-    def as_sampled(self, which: Tensor | None = None) -> Difference:
-        """The summary at the sampling temperatures, of all decisions or of those in a mask."""
-        logit, delta, same = self.logit, self.sampled_logprob, self.same
-        return difference(logit, delta, same) if which is None else difference(logit[which], delta[which], same[which])
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    runs: dict[str, Distance]
-    logprob: Tensor  # [D] log p of the sampled tokens, calls alone, at the sampling temperatures
-    scale: float  # the largest |logit| of the calls alone
-    errors: dict[str, float] | None  # max |Δlogit| of the runs and of `alone` against the more precise run
-
-
-@torch.no_grad()
-def measure(
-    head: Head,
-    alone: Tensor,  # [D, H]
-    runs: Mapping[str, Tensor],  # [D, H] each
-    tokens: Tensor,  # [D]
-    precise: tuple[Head, Tensor] | None,
-    temperature: Tensor | None = None,  # [D]; 1 if omitted
-    progress: Progress = silent,
-) -> Measured:
-    """Compare all runs with the calls alone. Every row of logits is computed once, a chunk of decisions at a time."""
-    columns: dict[str, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {name: [] for name in runs}
-    logprobs, scale, errors = [], 0.0, dict.fromkeys([*runs, "alone"], 0.0)
-    for at in progress("vocabulary", range(0, len(tokens), CHUNK)):
-        part = slice(at, at + CHUNK)
-        token, T = tokens[part, None], None if temperature is None else temperature[part, None]
-        own = head.logits(alone[part]).double()
-        first, (plain, sampled) = own.argmax(-1), _logprobs(own, token, T)
-        exact = None if precise is None else precise[0].logits(precise[1][part]).double()
-        scale = max(scale, float(own.abs().max()))
-        logprobs.append(sampled)
-        if exact is not None:
-            errors["alone"] = _larger(errors["alone"], _apart(own, exact))
-        for name, states in runs.items():
-            logits = head.logits(states[part]).double()
-            mine, mine_sampled = _logprobs(logits, token, T)
-            same = logits.argmax(-1) == first
-            if exact is not None:
-                errors[name] = _larger(errors[name], _apart(logits, exact))
-            columns[name].append((_apart(logits, own), mine - plain, mine_sampled - sampled, same))
-    distances = {
-        name: Distance(*(torch.cat(column) for column in zip(*chunks, strict=True))) for name, chunks in columns.items()
-    }
-    return Measured(distances, torch.cat(logprobs), scale, None if precise is None else errors)
-
-
-def _logprobs(logits: Tensor, token: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log p of the sampled tokens at temperature 1, and at the given temperatures."""
-    plain = logits.log_softmax(-1).gather(-1, token)[:, 0]
-    if temperature is None or bool((temperature == 1).all()):
-        return plain, plain
-    return plain, (logits / temperature).log_softmax(-1).gather(-1, token)[:, 0]
-
-
-def _apart(a: Tensor, b: Tensor) -> Tensor:
-    return (a - b).abs().amax(-1)
-
-
-def _larger(before: float, values: Tensor) -> float:
-    """The largest so far. A NaN stays, which `max` of Python would not guarantee."""
-    return float(torch.cat([values, values.new_tensor([before])]).max())
-
-
-def difference(logit: Tensor, delta: Tensor, same: Tensor) -> Difference:
-    """Summarises, per decision, max |Δlogit|, Δlog p and whether the first choice is the same."""
-    ratio = delta.exp()
-    return Difference(
-        max_logit=float(logit.max()),
-        max_logprob=float(delta.abs().max()),
-        p99_logprob=p99(delta.abs()),
-        top1=float(same.double().mean()),
-        false_clip=float(((ratio < 1 - CLIP) | (ratio > 1 + CLIP)).double().mean()),
-        worst=int(logit.argmax()),
-    )
-
-
-def p99(values: Tensor) -> float:
-    return float(np.quantile(values.cpu().numpy(), 0.99))  # torch.quantile takes at most 2^24 values
 
 
 def name_of(dtype: torch.dtype) -> str:

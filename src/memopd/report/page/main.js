@@ -10,7 +10,7 @@ const episodes = viewer && section("episodes", "Episodes, token by token",
 const sections = [
   overview(data),
   data.charts.length ? section("curves", "Curves", "Point at a curve to see the values of the same step in all of them.", curves.element()) : null,
-  evaluation(data), episodes, time(data), equivalence(data), configuration(data),
+  evaluation(data), episodes, time(data), equivalence(data), audits(data), configuration(data),
 ].filter(known);
 
 const root = document.documentElement;

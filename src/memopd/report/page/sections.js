@@ -140,6 +140,41 @@ function equivalence(data) {
     table(["", "", "max |Δ logit|", "max |Δ log p|", "error", "tolerance", "source of the tolerance", "packed", "sampled tokens", "precision"], rows));
 }
 
+function audits(data) {
+  const many = data.runs.length > 1;
+  const made = data.runs.flatMap((run) => run.audits.map((a) => ({ ...a, label: many ? `${run.name} · ${a.name}` : a.name })));
+  if (!made.length) return null;
+  const percent = (x) => (known(x) ? (100 * x).toFixed(2) : "–");
+  const beside = (key, columns, name) => {
+    const names = [...new Set(made.flatMap((a) => a[key].map((row) => row[name])))];
+    const rows = names.map((one) => [one, ...made.flatMap((a) => {
+      const row = a[key].find((r) => r[name] === one);
+      return columns.map(([, show]) => (row ? show(row) : "–"));
+    })]);
+    return names.length ? table(["", ...made.flatMap((a) => columns.map(([title]) => `${a.label}: ${title}`))], rows) : null;
+  };
+  const error = [["p99 |Δ log p|", (r) => number(r.p99_logprob)], ["top-1 %", (r) => percent(r.top1)], ["false clip %", (r) => percent(r.false_clip)]];
+  const calls = [["tokens", (r) => number(r.decisions)], ["top-1 %", (r) => percent(r.top1)], ["mean KL", (r) => number(r.mean_kl)]];
+  const part = (title, says, content) => (content ? el("div", {}, el("h3", {}, title), el("p", { class: "foot" }, says), content) : null);
+  const arms = made.map((a) => {
+    const saved = (rows) => `${(a.tokens / rows).toFixed(2)}×`;
+    const rows = a.arms.map((r) => [r.arm, number(r.sequences), number(r.rows), saved(r.rows), saved(r.shared_rows),
+      number(r.lost), number(r.p99_logprob), number(r.top1_changed), percent(r.false_clip)]);
+    return part(`What other trainers do: ${a.label}`,
+      `A sequence per call has ${number(a.tokens)} rows, MemOPD ${number(a.rows)} (${saved(a.rows)}). At best: every common beginning of the sequences once. Lost: sampled tokens without a gradient.`,
+      rows.length ? table(["", "sequences", "rows", "saves", "at best", "lost", "p99 |Δ log p|", "changed", "false clip %"], rows) : null);
+  });
+  return section("audit", "Audit",
+    "The same sampled tokens, scored as other trainers would: how far they are from the calls run alone.",
+    part("Against the calls alone", made.map((a) => `${a.label}: ${a.model}, ${a.dtype}, ${count(a.calls, "call")}, packing ${a.passed ? "exact" : "NOT exact"}`).join("; ") + ".",
+      beside("representations", error, "representation")),
+    part("What rounding does by itself", made.map((a) => (a.precise ? `${a.label}: ${a.dtype} against the calls alone in ${a.precise}` : "")).filter(Boolean).join("; ") + ". Packing may be at most twice as far as the calls alone.",
+      beside("rounding", error, "representation")),
+    part("Persistent history, by call", "From 0. Until the agent drops something, a flattened history is what it read.", beside("student", calls, "calls")),
+    part("Teacher in persistent history, by call", "The same for the teacher.", beside("teacher", calls, "calls")),
+    arms);
+}
+
 function configuration(data) {
   const fields = [];
   const configs = data.runs.map((run) => run.config);
