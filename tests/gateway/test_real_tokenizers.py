@@ -24,7 +24,8 @@ from memopd.compile.controls import stable_prefix
 from memopd.engine import Request
 from memopd.engine.local import LocalEngine
 from memopd.engine.stops import Stops, vocabulary_bytes
-from memopd.gateway.openai_api import ApiError, ChatRequest, parse
+from memopd.gateway.ask import ApiError, Ask
+from memopd.gateway.prompt import Prompts
 from memopd.gateway.text import StreamedText, visible_text
 from memopd.record import read_episodes, write_episodes
 from memopd.report.episodes import texts
@@ -288,8 +289,9 @@ def test_a_gateway_answers_with_ids_that_no_token_has(name, tmp_path):
 
 
 def prompt(name: str, *messages: tuple[str, str]) -> list[int]:
-    asked = parse(ChatRequest, {"model": "m", "messages": [{"role": r, "content": c} for r, c in messages]})
-    return asked.prompt_ids(tokenizer(name), [], lambda text: None)
+    ask = Ask(model="m", messages=tuple({"role": r, "content": c} for r, c in messages))
+    prompts = Prompts(tokenizer(name), None)
+    return prompts.threads.submit(prompts.ids, ask, []).result()[0]
 
 
 def test_a_developer_is_the_system_where_the_template_knows_no_developer(name):
