@@ -21,12 +21,12 @@ def chat(episode, stream):
     for _ in range(6):
         if stream:
             with api.stream(messages=messages, **settings) as events:
+                chunks = [event.chunk for event in events if event.type == "chunk"]
                 whole = events.get_final_completion()
+            ids.append([chunks[0].prompt_token_ids, chunks[-1].choices[0].token_ids])
         else:
             whole = api.create(messages=messages, **settings)
         choice = whole.choices[0]
-        if stream:
-            ids.append([whole.prompt_token_ids, choice.token_ids])
         messages.append(choice.message.model_dump(exclude_none=not stream))
         calls = choice.message.tool_calls or []
         assert choice.finish_reason == ("tool_calls" if calls else "stop"), choice.finish_reason
