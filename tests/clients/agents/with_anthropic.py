@@ -17,7 +17,7 @@ def play(episode, stream):
     messages = [{"role": "user", "content": QUESTION}]
     for _ in range(6):
         counted = client.messages.count_tokens(messages=messages, **read).input_tokens
-        settings = read | {"max_tokens": 200, "extra_body": {"return_token_ids": True}}
+        settings = read | {"max_tokens": 200}
         if stream:
             with client.messages.stream(messages=messages, **settings) as events:
                 whole = events.get_final_message()

@@ -16,7 +16,6 @@ from tools import QUESTION, episode_url, gateway, report, watch
 
 set_tracing_disabled(True)
 MODEL = gateway()[1]
-SETTINGS = ModelSettings(extra_body={"return_token_ids": True})
 
 
 def play(episode, kind):
@@ -25,13 +24,14 @@ def play(episode, kind):
         base_url=f"{episode_url(episode)}/v1", api_key="none", http_client=watch(httpx2, ids, True), max_retries=0
     )
     model = kind(MODEL, client)
+    settings = ModelSettings(extra_body={"return_token_ids": True} if kind is OpenAIChatCompletionsModel else None)
     counter = Agent(
-        name="counter", instructions="You calculate.", model=model, model_settings=SETTINGS,
+        name="counter", instructions="You calculate.", model=model, model_settings=settings,
         tools=[function_tool(tools.calculate)], handoff_description="Calculates.",
     )  # fmt: skip
     clerk = Agent(
         name="clerk", instructions="You look up rivers, then hand over to the counter.", model=model,
-        model_settings=SETTINGS, tools=[function_tool(tools.look_up)], handoffs=[counter],
+        model_settings=settings, tools=[function_tool(tools.look_up)], handoffs=[counter],
     )  # fmt: skip
     result = Runner.run_sync(clerk, QUESTION, max_turns=6)
     assert result.last_agent is counter

@@ -8,7 +8,6 @@ from verifiers.v1.dialects import AnthropicDialect, ChatDialect, ResponsesDialec
 from verifiers.v1.types import SamplingConfig
 
 URL, MODEL = gateway()
-IDS = {"model": MODEL, "return_token_ids": True}
 TOOLS = (LOOK_UP, CALCULATE)
 
 
@@ -20,7 +19,8 @@ def chat():
         messages.append(raw["choices"][0]["message"])
         messages.extend({"role": "tool", "tool_call_id": id, "content": text} for id, text in results)
 
-    return IDS | {"messages": messages, "tools": [{"type": "function", "function": t} for t in TOOLS]}, extend
+    tools = [{"type": "function", "function": tool} for tool in TOOLS]
+    return {"messages": messages, "tools": tools, "return_token_ids": True}, extend
 
 
 def anthropic():
@@ -32,7 +32,7 @@ def anthropic():
         content = [{"type": "tool_result", "tool_use_id": id, "content": text} for id, text in results]
         messages.append({"role": "user", "content": content})
 
-    return IDS | {"messages": messages, "tools": tools, "max_tokens": 200, "system": "Use the tools."}, extend
+    return {"messages": messages, "tools": tools, "max_tokens": 200, "system": "Use the tools."}, extend
 
 
 def responses():
@@ -42,16 +42,17 @@ def responses():
         items.extend(raw["output"])
         items.extend({"type": "function_call_output", "call_id": id, "output": text} for id, text in results)
 
-    return IDS | {"input": items, "tools": [{"type": "function"} | t for t in TOOLS]}, extend
+    return {"input": items, "tools": [{"type": "function"} | t for t in TOOLS]}, extend
 
 
 async def play(episode, dialect, start):
     client, ids = EvalClient(EvalClientConfig(base_url=f"{URL}/v1", api_key_var="NO_KEY")), []
     body, extend = start()
     for _ in range(6):
-        response = await client.get_response(dialect, body, SamplingConfig(), session_id=episode)
+        response = await client.get_response(dialect, body | {"model": MODEL}, SamplingConfig(), session_id=episode)
         raw = response.raw
-        ids.append([raw["prompt_token_ids"], (raw["choices"][0] if "choices" in raw else raw)["token_ids"]])
+        if "choices" in raw:
+            ids.append([raw["prompt_token_ids"], raw["choices"][0]["token_ids"]])
         calls = response.message.tool_calls or []
         if not calls:
             await client.close()
