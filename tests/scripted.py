@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from memopd import http
+from memopd.engine.guide import guides_of
 from memopd.engine.protocol import Completion, Request, Ticket
 from memopd.gateway.server import create_app
 from memopd.types import StopReason
@@ -45,7 +46,7 @@ class Scripted:
 
     A text is encoded, and the end-of-sequence token follows it; ids are sampled as they are. Without a `model`, token n
     has the log-probability -(n + 1) / 8. With one, the tokens have the probabilities that it gives them, as if it had
-    sampled them.
+    sampled them. If a request has a grammar and the script does not follow it, the request is refused.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Scripted:
         self.go.set()
         self.held: Callable[[Request], bool] = lambda request: True
         self._say, self._pace, self._model = say, pace, model
+        self._guides = guides_of(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return [self.submit(request).completion.result() for request in requests]
@@ -67,6 +69,10 @@ class Scripted:
         self.requests.append(request)
         said = self._say(request)
         ids = [*encode(self.tokenizer, said), self.tokenizer.eos_token_id] if isinstance(said, str) else list(said)
+        if request.grammar:
+            guide = self._guides(request.grammar)
+            for id in ids[:-1]:
+                guide.take(id)
         future: Future[Completion] = Future()
         stopped = threading.Event()
 
@@ -101,7 +107,9 @@ class Scripted:
             if len(sampled) == request.sampling.max_tokens:
                 reason = StopReason.LENGTH
                 break
-        return Completion(np.asarray(sampled, np.int32), self._logprobs(request, sampled), reason, self.version)
+        logprobs, count = self._logprobs(request, sampled), request.top_logprobs
+        top = tuple(((id, float(p)),) for id, p in zip(sampled, logprobs, strict=True)) if count else ()
+        return Completion(np.asarray(sampled, np.int32), logprobs, reason, self.version, top)
 
     def _logprobs(self, request: Request, sampled: list[int]) -> Any:
         if self._model is None or not sampled:

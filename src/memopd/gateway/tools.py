@@ -118,7 +118,7 @@ class ToolForm:
         lines.append('calls: call ("\\n" call)*' if parallel else "calls: call")
         lines.append("call: " + " | ".join(f"call_{n}" for n in range(len(must_call))))
         for n, tool in enumerate(must_call):
-            head = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
+            head = _dumps(f'\n{{"name": {_dumps(tool.name)}, "arguments": ')
             lines.append(f'call_{n}: {opening} {head} arguments_{n} "}}\\n" {closing}')
             lines.append(f"arguments_{n}: {_json({'type': 'object'} | tool.parameters)}")
         return "\n".join(lines) + "\n"
@@ -181,7 +181,11 @@ def _end_of_space(text: str, at: int) -> int:
 def _json(schema: Json) -> str:
     """A schema in a grammar, with the spaces that chat templates write: a call then reads the same when it returns."""
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f"%json {json.dumps(schema | {'x-guidance': spaces})}"
+    return f"%json {_dumps(schema | {'x-guidance': spaces})}"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _text(value: Any) -> str:

@@ -51,7 +51,7 @@ class Block(Shape):
 
     @classmethod
     def takes_any(cls, given: Json) -> bool:
-        return given.get("type") in ("thinking", "redacted_thinking", "tool_use")
+        return given.get("type") not in ("text", "tool_result")  # a type that is not supported is refused as such
 
 
 def _blocks(value: Any) -> Any:

@@ -57,12 +57,6 @@ def _items(value: Any) -> Any:
     return [item for item in value if not isinstance(item, dict) or item.get("type") != "reasoning"]
 
 
-class FunctionTool(Function):
-    ignored = frozenset({"strict", "defer_loading"})
-
-    type: Literal["function"]
-
-
 class ToolChoice(Shape):
     type: Literal["none", "auto", "required", "function"]
     name: Text = ""
@@ -102,7 +96,7 @@ class ResponsesRequest(Shape):
     model: Text
     input: Annotated[list[Item], Field(min_length=1), FailFast(), BeforeValidator(_items)]
     instructions: Text | None = None
-    tools: Annotated[list[FunctionTool], FailFast()] = Field(default_factory=list)
+    tools: Annotated[list[Function], FailFast()] = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, or_text("type")] = ToolChoice(type="auto")
     parallel_tool_calls: bool = True
     temperature: Temperature = 1.0

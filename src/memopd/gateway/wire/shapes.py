@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from functools import cache
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -201,10 +201,12 @@ def sampling_of(temperature: float, top_p: float, top_k: int, limit: int | None)
 
 
 class Function(Shape):
-    """A tool's function. `strict` asks for constrained decoding only where a call is required."""
+    """A tool's function. `strict` changes nothing: a call that is required follows its schema anyway, and one that is
+    not required is sampled as any text."""
 
-    ignored = frozenset({"strict"})
+    ignored = frozenset({"strict", "defer_loading"})
 
+    type: Literal["function"] = "function"  # only in responses; a chat has it beside the function
     name: Annotated[Text, Field(min_length=1)]
     description: Text | None = None
     parameters: Schema = Field(default_factory=dict)
