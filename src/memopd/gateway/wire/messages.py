@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field
 
-from memopd.gateway.ask import ApiError, Ask, Json, Said, Tool
+from memopd.gateway.ask import ApiError, Ask, Json, Said, Tool, ToolCall
 from memopd.gateway.wire.shapes import (
     Count,
     Schema,
@@ -197,7 +197,7 @@ class MessagesAnswer:
         content: list[Json] = [{"type": "text", "text": said.text, "citations": None}] if said.text else []
         if said.reasoning:
             content.insert(0, {"type": "thinking", "thinking": said.reasoning, "signature": ""})
-        content += [{"type": "tool_use", "id": c.id, "name": c.name, "input": c.arguments} for c in said.calls]
+        content += [_use(call) | {"input": call.arguments} for call in said.calls]
         usage = _usage(len(said.prompt), len(said.ids))
         return self._message(usage) | {"content": content} | _ended(said)
 
@@ -218,7 +218,7 @@ class MessagesAnswer:
             events.append(self._start({"type": "thinking", "thinking": "", "signature": ""}))
             events += [self._delta({"type": "thinking_delta", "thinking": said.reasoning}), self._stop()]
         for call in said.calls:
-            events.append(self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}}))
+            events.append(self._start(_use(call) | {"input": {}}))
             events += [self._delta({"type": "input_json_delta", "partial_json": call.json}), self._stop()]
         usage = _usage(len(said.prompt), len(said.ids))
         last = {"type": "message_delta", "delta": _ended(said), "usage": usage}
@@ -249,6 +249,10 @@ class MessagesAnswer:
 def error_body(error: ApiError) -> Json:
     kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": None}
+
+
+def _use(call: ToolCall) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "caller": {"type": "direct"}}
 
 
 def _ended(said: Said) -> Json:
