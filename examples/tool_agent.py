@@ -4,13 +4,15 @@ pip install langchain langchain-openai
 python examples/tool_agent.py http://127.0.0.1:8000 MODEL
 """
 
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
 import httpx
 from langchain.agents import create_agent
-from langchain.agents.middleware import SummarizationMiddleware
+from langchain.agents.middleware import SummarizationMiddleware, wrap_model_call
+from langchain.messages import AIMessage
 from langchain_openai import ChatOpenAI
 
 gateway, name = sys.argv[1:]
@@ -28,6 +30,21 @@ def add(first: float, second: float) -> str:
     return f"{first + second:g}"
 
 
+@wrap_model_call
+def read_bare_calls(request, handler):
+    """Qwen2.5-Coder writes its calls as bare JSON, without the tags of its chat template, so they arrive as text."""
+    response = handler(request)
+    message = response.result[0]
+    try:
+        call = json.loads(message.text.strip().removeprefix("```json").removesuffix("```"))
+        if call["name"] in {tool.name for tool in request.tools} and isinstance(call["arguments"], dict):
+            use = {"name": call["name"], "args": call["arguments"], "id": message.id}
+            response.result[0] = AIMessage("", tool_calls=[use], id=message.id)
+    except (ValueError, TypeError, KeyError):
+        pass  # an answer, or nothing that can be read
+    return response
+
+
 def play(episode, rivers):
     """Once there are five messages, a summary that the model writes takes the place of all but the last two."""
 
@@ -38,7 +55,8 @@ def play(episode, rivers):
         )  # fmt: skip
 
     summary = SummarizationMiddleware(model("summary"), trigger=("messages", 5), keep=("messages", 2))
-    agent = create_agent(model(""), [length_of, add], system_prompt="Use the tools.", middleware=[summary])
+    tools, system = [length_of, add], "Use the tools."
+    agent = create_agent(model(""), tools, system_prompt=system, middleware=[summary, read_bare_calls])
     question = f"How many km are the rivers {' and '.join(rivers)} together?"
     try:
         state = agent.invoke({"messages": [{"role": "user", "content": question}]}, {"recursion_limit": 24})
