@@ -111,6 +111,7 @@ def test_what_the_template_renders_is_read_as_it_was(text, calls):
         f'{OPEN}\n{{"name": "add", "arguments": {{"a": "\\ud800"}}}}\n{CLOSE}',
         f'{OPEN}\n{{"name": "add", "arguments": {{}}}} and more',
         f"{OPEN}\n{'[' * 20_000}",
+        f'{OPEN}\n{{"name": "add", "arguments": {{"a": {"[" * 100}{"]" * 100}}}}}\n{CLOSE}',
         f"{OPEN}{CLOSE}",
     ],
 )
@@ -142,11 +143,12 @@ def test_a_tokenizer_that_reads_its_own_answers():
     reads = ToolForm(own)
     reads.check()
     text = '<think>hm</think>So: <call>{"name": "add", "arguments": {"a": 2}}</call>'
-    parsed = reads.parse_whole(own, text, text + "<|im_end|>", "<|im_start|>assistant\n", [ADD])
+    prompt = encode(own, "<|im_start|>assistant\n")
+    parsed = reads.parse_whole(own, text, encode(own, text + "<|im_end|>"), prompt, [ADD])
     assert [(call.name, call.arguments) for call in parsed.calls] == [("add", {"a": 2})]
     assert (parsed.text.strip(), parsed.reasoning) == ("So:", "hm")
     broken = "<call>{</call>"
-    assert reads.parse_whole(own, broken, broken, "", [ADD]).text == broken
+    assert reads.parse_whole(own, broken, encode(own, broken), prompt, [ADD]).text == broken
     with pytest.raises(ApiError, match="cannot be required"):
         reads.grammar([ADD], True, None)
 
@@ -252,3 +254,11 @@ def test_calls_that_cannot_be_put_back_have_drifted():
     assert ids == encode(tokenizer(), rendered(*messages))
     assert drift(tokenizer(), ids, replies, messages) == History(1, 1, None)
     assert drift(tokenizer(), ids, replies) == History()
+
+
+def test_a_client_that_takes_one_call_at_a_time_has_drifted():
+    messages = [user("2+2?"), assistant("I add.", ("add", {"a": 2})), TOOL]
+    twice = reply([*encode(tokenizer(), SAID + SAID.removeprefix("I add.")), EOS])
+    ids = ids_of(messages, [twice])
+    assert ids == encode(tokenizer(), rendered(*messages))
+    assert drift(tokenizer(), ids, [twice], messages) == History(1, 1, None)

@@ -337,7 +337,10 @@ def test_counting_tokens_records_nothing(server):
     assert count == {"input_tokens": len(server.engine.requests[-1].prompt)}
 
 
+DEEP = json.loads("[" * 300 + "]" * 300)
 REFUSED = [
+    ("messages", {"tools": [{"name": "f", "input_schema": {"enum": DEEP}}]}, "tools[0].input_schema"),
+    ("chat/completions", {"chat_template_kwargs": {"x": DEEP}}, "chat_template_kwargs"),
     ("messages", {"max_tokens": None}, "max_tokens"),
     ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type"),

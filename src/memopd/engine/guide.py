@@ -27,6 +27,7 @@ class Guide:
         return np.unpackbits(bits, count=self._width, bitorder="little").astype(bool)
 
     def take(self, token: int) -> None:
+        """Go on after a sampled token. An error of `allowed` is raised here, where it ends this completion alone."""
         self._matcher.consume_token(token)
         if self._matcher.is_error():
             reason = " ".join(str(self._matcher.get_error()).split())[:200]

@@ -60,6 +60,9 @@ class RunningCall:
 
     @property
     def training_note(self) -> str:
+        """What training will say about the call; empty if nothing, or if its client says that it does not train."""
+        if not self.label.trainable:
+            return ""
         return CONSTRAINED if self.ask.is_constrained else self.sampling.training_note
 
     def start(self, run: Coroutine[Any, Any, Completion]) -> None:

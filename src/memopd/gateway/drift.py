@@ -66,21 +66,21 @@ def reply_of(
     ids = completion[:-1] if int(completion[-1]) in tokenizer.all_special_ids else completion
     text = decode(tokenizer, ids)
     parsed = None
-    if form is not None and (form.is_hermes or form.has_template):
-        before = decode(tokenizer, prompt) if form.has_template else ""
-        parsed = form.parse_whole(tokenizer, text, decode(tokenizer, completion), before, tools)
+    if form is not None:
+        parsed = form.parse_whole(tokenizer, text, _list(completion), _list(prompt), tools)
     return Reply(ids, text, text[:shown], parsed if parsed and parsed.calls else None)
 
 
-def repeated_reply(message: Mapping[str, Any], replies: Sequence[Reply]) -> Reply | None:
-    """The reply that a message of the assistant repeats: the same text, and the same tool calls."""
+def repeated_reply(message: Mapping[str, Any], replies: Sequence[Reply], partly: bool = False) -> Reply | None:
+    """The reply that a message of the assistant repeats: the same text, and the same tool calls, or (`partly`) the
+    first of them, which is all that a client gets that wants one call at a time."""
     if message["role"] != "assistant":
         return None
     text, calls = message.get("content") or "", _calls(message)
     for reply in reversed(replies):  # the last of several equal replies
         if not calls and reply.text == text and text:
             return reply
-        if calls and reply.parsed and reply.parsed.is_same(text, calls):
+        if calls and reply.parsed and reply.parsed.is_same(text, calls, partly):
             return reply
     return None
 
@@ -172,7 +172,7 @@ def drift(
 
     Tool calls that a message repeats, but the template writes in another way, have drifted too; their place is unknown.
     """
-    rewritten = [reply for m in messages if m.get("tool_calls") and (reply := repeated_reply(m, replies))]
+    rewritten = [reply for m in messages if m.get("tool_calls") and (reply := repeated_reply(m, replies, True))]
     packed = np.asarray(prompt, np.int32).tobytes()
     text: str | None = None
     found = drifted = 0

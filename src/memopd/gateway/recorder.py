@@ -18,7 +18,7 @@ import numpy as np
 from memopd.engine.protocol import Completion, LiveEngine
 from memopd.gateway.ask import ApiError, Ask, Json, Said, Token
 from memopd.gateway.calls import Label, RunningCall
-from memopd.gateway.drift import History, decode
+from memopd.gateway.drift import History
 from memopd.gateway.episodes import Ledger, Recorded
 from memopd.gateway.prompt import Prompts
 from memopd.gateway.text import StreamedText, cut_text
@@ -200,7 +200,7 @@ class Recorder:
     def _note_sampling(self, call: RunningCall) -> None:
         """Say at the first call of an episode that is sampled so, not at its end, what training will ask of it."""
         note = call.training_note
-        earlier = [r.sampling.training_note for r in self._ledger.calls(call.episode)]
+        earlier = [r.sampling.training_note for r in self._ledger.calls(call.episode) if r.call.trainable]
         others = [c.training_note for c in self._running[call.episode] if c is not call]
         if note and not call.ask.is_constrained and note not in [*earlier, *others]:
             log.warning("%s: %s", call.name, note)
@@ -244,10 +244,7 @@ class Recorder:
         text, stopped_by = self._cut(call, completion)
         parsed, ids = Parsed(text), completion.tokens.tolist()
         if call.ask.tools:
-            full, prompt = decode(self._engine.tokenizer, ids), ""
-            if self._prompts.form.has_template:
-                prompt = decode(self._engine.tokenizer, call.prompt)
-            parsed = self._prompts.form.parse_whole(self._engine.tokenizer, text, full, prompt, call.ask.tools)
+            parsed = self._prompts.form.parse_whole(self._engine.tokenizer, text, ids, call.prompt, call.ask.tools)
         digest = hashlib.blake2s(f"{call.episode}/{call.number}".encode(), digest_size=11).hexdigest()
         return Said(
             parsed.text,

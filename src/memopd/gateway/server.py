@@ -134,9 +134,9 @@ def _call_routes(recorder: Recorder, model: str) -> APIRouter:
         return await _complete(recorder, request, label, MessagesRequest)
 
     @routes.post("/messages/count_tokens")
-    async def count_tokens(request: Request, label: _Labelled) -> Json:
+    async def count_tokens(request: Request) -> Json:
         asked = parse(CountRequest, await _json(request))
-        return {"input_tokens": await recorder.count(label.episode, asked.ask())}
+        return {"input_tokens": await recorder.count(_episode(request) or "", asked.ask())}
 
     @routes.post("/responses")
     async def create_response(request: Request, label: _Labelled) -> Response:
@@ -156,14 +156,20 @@ def _call_routes(recorder: Recorder, model: str) -> APIRouter:
     return routes
 
 
-def _label(request: Request) -> Label:
-    """The episode in the path or in a header, and what the headers say about the call."""
+def _episode(request: Request) -> str | None:
     given = [request.path_params.get("name"), *(request.headers.get(header) for header in _EPISODE_HEADERS)]
     episode = next((name for name in given if name), None)
+    if episode is not None:
+        _check_name(episode)
+    return episode
+
+
+def _label(request: Request) -> Label:
+    """The episode in the path or in a header, and what the headers say about the call."""
+    episode = _episode(request)
     if episode is None:
         message = "name the episode: use /episodes/NAME/v1 as the base URL, or send the header x-memopd-episode"
         raise ApiError(400, "no_episode", message)
-    _check_name(episode)
     purpose = request.headers.get("x-memopd-purpose", "")
     if purpose and not _NAME.fullmatch(purpose):
         message = "x-memopd-purpose must be 1 to 200 letters, digits and . _ : @ + = , ~ -"

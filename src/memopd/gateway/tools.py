@@ -35,10 +35,12 @@ class Parsed:
     calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
 
-    def is_same(self, text: str, calls: Sequence[ToolCall]) -> bool:
-        if self.text != text or len(self.calls) != len(calls):
+    def is_same(self, text: str, calls: Sequence[ToolCall], partly: bool = False) -> bool:
+        """Whether these are its text and its calls, or (`partly`) the first of its calls."""
+        mine = self.calls[: len(calls)] if partly else self.calls
+        if self.text != text or len(mine) != len(calls):
             return False
-        return all(mine.is_same(other) for mine, other in zip(self.calls, calls, strict=True))
+        return all(a.is_same(b) for a, b in zip(mine, calls, strict=True))
 
 
 class ToolForm:
@@ -80,13 +82,15 @@ class ToolForm:
         rest = "".join([*kept, text[at:]])
         return Parsed(rest if rest.strip() else "", tuple(calls)) if calls else Parsed(text)
 
-    def parse_whole(self, tokenizer: Any, text: str, full: str, prompt: str, tools: Sequence[Tool]) -> Parsed:
-        """Read the calls of a completion. `full` is its text with special tokens, and `prompt` that of its prompt."""
+    def parse_whole(
+        self, tokenizer: Any, text: str, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]
+    ) -> Parsed:
+        """Read the calls of a completion with this visible text. A response template reads its ids."""
         if not self.has_template:
             return self.parse(text)
         try:
             given = [tool.for_template() for tool in tools]
-            message = tokenizer.parse_response(full, prefix=prompt, tools=given or None)
+            message = tokenizer.parse_response(list(ids), prefix=list(prompt), tools=given or None)
             calls = tuple(_read(call.get("function", call)) for call in message.get("tool_calls") or [])
             reasoning = message.get("thinking") or message.get("reasoning_content") or ""
             return Parsed(_text(message.get("content") or ""), calls, _text(reasoning))
@@ -161,9 +165,19 @@ def _read(value: Any) -> ToolCall:
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("not a call")
+    check_depth(arguments)
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     (name + written).encode()  # half a surrogate pair cannot be sent
     return ToolCall(name, arguments, written)
+
+
+def check_depth(value: Any, left: int = 64) -> None:
+    """Refuse JSON that is nested so deeply that writing it again could fail."""
+    if not left:
+        raise ValueError("is nested too deeply")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            check_depth(item, left - 1)
 
 
 def _no_constant(name: str) -> Any:

@@ -66,7 +66,7 @@ class SampledSequence:
             self.on_token(token)
         if self.stops is not None:
             self.stop_state = self.stops.after(self.stop_state, token)
-        if self.guide is not None and token not in ends:
+        if self.guide is not None:
             self.guide.take(token)
         if token in ends or self.stop_state == FOUND:
             return StopReason.STOP

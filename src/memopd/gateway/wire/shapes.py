@@ -25,7 +25,7 @@ from pydantic import (
 from memopd import schema
 from memopd.engine.protocol import stop_problem
 from memopd.gateway.ask import ApiError, Ask, Json, Said, Tool
-from memopd.gateway.tools import arguments_of
+from memopd.gateway.tools import arguments_of, check_depth
 from memopd.types import Sampling
 
 
@@ -178,6 +178,7 @@ def _template_variables(value: Any) -> Any:
 
 
 def _encodable(value: dict[str, Any]) -> dict[str, Any]:
+    check_depth(value)
     _unicode(json.dumps(value, ensure_ascii=False))
     return value
 
