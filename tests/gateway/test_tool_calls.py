@@ -4,6 +4,7 @@ calls a tool reads its own ids again."""
 from __future__ import annotations
 
 import json
+from copy import copy
 from functools import cache
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def test_a_tokenizer_that_reads_its_own_answers():
             "tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True},
         },
     }
-    own = AutoTokenizer.from_pretrained(TOKENIZERS / SMOL)
+    own = copy(tokenizer(SMOL))
     own.response_template = template
     own.chat_template = "{{ tools }}" + own.chat_template
     reads = ToolForm(own)
@@ -158,7 +159,7 @@ def test_models_that_would_not_see_tools_or_whose_calls_nobody_can_read():
         form(SMOL).check()
     assert (caught.value.status, caught.value.param) == (400, "tools")
     form().check()
-    other = AutoTokenizer.from_pretrained(TOKENIZERS / SMOL)
+    other = copy(tokenizer(SMOL))
     other.chat_template = "{{ tools }}" + other.chat_template
     with pytest.raises(ApiError, match="has no response_template"):
         ToolForm(other).check()
@@ -245,7 +246,7 @@ def test_other_calls_are_what_the_client_sent(message):
 
 def test_calls_that_cannot_be_put_back_have_drifted():
     """A template that refuses a result without its call leaves no place to put the sampled ids."""
-    strict = AutoTokenizer.from_pretrained(TOKENIZERS / QWEN)
+    strict = copy(tokenizer())
     check = "{%- for m in messages %}{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
     strict.chat_template = check + "{{ raise_exception('no call') }}{%- endif %}{%- endfor %}" + strict.chat_template
     messages = [user("2+2?"), assistant("I add.", ("add", {"a": 2})), TOOL]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
@@ -49,8 +49,8 @@ class Prompts:
                 self._replies[r] = reply_of(tokenizer, call.completion, r.shown, self.form, call.prompt, ask.tools)
         replies = [self._replies[r] for r in earlier]
         if ask.prompt is None:
-            messages = _with_known_roles(tokenizer, ask.messages)
-            ids = self._chat_ids(tokenizer, ask, messages, replies)
+            messages = with_known_roles(tokenizer, ask.messages)
+            ids = prompt_of(tokenizer, ask, messages, replies, self.form, self._check_bytes)
         else:
             messages, ids = [], self._encoded(tokenizer, ask.prompt)
         if not ids:
@@ -62,23 +62,6 @@ class Prompts:
     def grammar(self, ask: Ask) -> str:
         """The grammar that the completion must follow; empty if there is none."""
         return self.form.grammar(ask.must_call, ask.parallel, ask.output) if ask.is_constrained else ""
-
-    def _chat_ids(self, tokenizer: Any, ask: Ask, messages: list[Json], replies: Sequence[Reply]) -> list[int]:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ApiError(400, "no_chat_template", "this model has no chat template: use /v1/completions", "messages")
-
-        def check(text: str) -> None:
-            self._check_bytes(len(text.encode()))
-            _check_complete(messages, text)
-
-        options = {"tools": [tool.for_template() for tool in ask.tools]} if ask.tools else {}
-        try:
-            return chat_ids(tokenizer, messages, replies, check, self.form, options | ask.template)
-        except ApiError:
-            raise
-        except Exception as error:  # a template may raise any exception
-            message = f"the chat template refuses these messages: {error}"
-            raise ApiError(400, "chat_template", message, "messages") from None
 
     def _encoded(self, tokenizer: Any, prompt: str | tuple[int, ...]) -> list[int]:
         if not isinstance(prompt, str):
@@ -93,7 +76,33 @@ class Prompts:
             raise ApiError(400, "context_length_exceeded", f"the prompt is longer than the model's context: {most}")
 
 
-def _with_known_roles(tokenizer: Any, messages: Sequence[Json]) -> list[Json]:
+def prompt_of(
+    tokenizer: Any,
+    ask: Ask,
+    messages: Sequence[Json],
+    replies: Sequence[Reply],
+    form: ToolForm,
+    check_bytes: Callable[[int], None] = lambda size: None,
+) -> list[int]:
+    """The ids of a chat. `check_bytes` gets the size of its text before that is encoded."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ApiError(400, "no_chat_template", "this model has no chat template: use /v1/completions", "messages")
+
+    def check(text: str) -> None:
+        check_bytes(len(text.encode()))
+        _check_complete(messages, text)
+
+    options = {"tools": [tool.for_template() for tool in ask.tools]} if ask.tools else {}
+    try:
+        return chat_ids(tokenizer, messages, replies, check, form, options | ask.template)
+    except ApiError:
+        raise
+    except Exception as error:  # a template may raise any exception
+        message = f"the chat template refuses these messages: {error}"
+        raise ApiError(400, "chat_template", message, "messages") from None
+
+
+def with_known_roles(tokenizer: Any, messages: Sequence[Json]) -> list[Json]:
     """`developer` is `system` for the many templates that know only the role's older name."""
     if "developer" in str(getattr(tokenizer, "chat_template", None)):
         return list(messages)
