@@ -4,8 +4,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 VLLM := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/vllm
 TRL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/trl
+CLIENTS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/memopd/clients
 
-.PHONY: setup quickstart test test-slow test-vllm test-trl lint models
+.PHONY: setup quickstart test test-slow test-vllm test-trl test-clients lint models
 
 setup: $(READY)
 
@@ -44,6 +45,12 @@ test-trl: $(READY)
 	@sh tests/trl/environment.sh "$(TRL)"; status=$$?; \
 	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \
 	    "$(TRL)/bin/python" -m pytest tests/trl --override-ini pythonpath= --import-mode importlib
+
+# Tests with other people's clients and agents, in environments of their own, against a gateway from .venv.
+test-clients: $(READY)
+	@PYTHON="$(PYTHON)" sh tests/clients/environment.sh "$(CLIENTS)"; status=$$?; \
+	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \
+	    MEMOPD_CLIENTS="$(CLIENTS)" $(BIN)/python -m pytest tests/clients
 
 lint: $(READY)
 	$(BIN)/ruff check .

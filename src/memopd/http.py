@@ -73,8 +73,9 @@ class Guard:
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
             return Refusal(403, "foreign_origin", "pages of other sites may not use this server")
         if self._token is not None and scope["path"] != "/health":
-            expected = f"Bearer {self._token}".encode()
-            if not hmac.compare_digest(headers.get(b"authorization", b""), expected):
+            token = self._token.encode()
+            bearer = hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token)
+            if not bearer and not hmac.compare_digest(headers.get(b"x-api-key", b""), token):  # Anthropic's clients
                 return Refusal(401, "invalid_api_key", "wrong or missing bearer token")
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()

@@ -17,7 +17,7 @@ import pytest
 from gateway_parts import MODEL, Scripted, client, encode, letters, serving, tokenizer, until, user
 
 from memopd.engine.stops import vocabulary_bytes
-from memopd.gateway import drift, openai_api
+from memopd.gateway import drift, prompt
 from memopd.gateway import server as module
 from memopd.record import journal, read_episodes
 from memopd.types import Sampling, StopReason
@@ -199,12 +199,16 @@ def ask(url: str, path: str = "chat/completions", episode: str = "e1", **body: o
 
 
 REFUSED = [
-    ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # by the template
+    ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
+    ("chat/completions", {"tool_choice": {"type": "function", "function": {"name": "secret"}}}, "tool_choice"),
+    ("chat/completions", {"chat_template_kwargs": {"chat_template": "secret"}}, "chat_template_kwargs"),
     ("chat/completions", {"n": 2}, "n"),
     ("chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
-    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format"),
     ("chat/completions", {"presence_penalty": 0.5}, "presence_penalty"),
-    ("chat/completions", {"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+    ("chat/completions", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ("chat/completions", {"temperature": -1}, "temperature"),
     ("chat/completions", {"temperature": "hot"}, "temperature"),
     ("chat/completions", {"temperature": 10**400}, "temperature"),
@@ -225,8 +229,12 @@ REFUSED = [
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
     ("chat/completions", {"messages": [user("\ud800")]}, "messages[0].content"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
-    ("chat/completions", {"messages": [{"role": "assistant", "content": "x", "secret": 1}]}, "messages[0]"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x", "secret": 1}]}, "messages[0]"),
     ("chat/completions", {"messages": [1] * 9, "stop": [1] * 9}, "stop[0]"),
     ("chat/completions", {"max_tokens": 1 << 31}, "max_tokens"),
     ("chat/completions", {"": 1}, None),
@@ -239,7 +247,7 @@ REFUSED = [
     ("completions", {"prompt": [1, -1]}, "prompt"),
     ("completions", {"prompt": ""}, "prompt"),
     ("completions", {"prompt": []}, "prompt"),
-    ("completions", {"prompt": "x", "logprobs": 5}, "logprobs"),
+    ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
     ("completions", {"prompt": "x", "echo": True}, "echo"),
     ("completions", {"prompt": "x", "best_of": 3}, "best_of"),
 ]
@@ -325,7 +333,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path, monk
     engine = Scripted(lambda request: SAID)
     engine.max_length = 100
     encoded = []
-    for part in (drift, openai_api):
+    for part in (drift, prompt):
         counted = partial(lambda encode, *args, **rest: encoded.append(args[1]) or encode(*args, **rest), part.encode)
         monkeypatch.setattr(part, "encode", counted)
     with serving(engine, tmp_path) as url:
@@ -358,14 +366,14 @@ def test_a_prompt_of_the_longest_tokens_is_not_refused(tmp_path):
 
 def test_a_slow_prompt_holds_nobody_up_and_a_hang_up_ends_it(tmp_path, monkeypatch):
     """A tokenizer's thread cannot be stopped, but nothing waits for it, and what waits for it is never encoded."""
-    go, begun, encode = threading.Event(), [], openai_api.encode
+    go, begun, encode = threading.Event(), [], prompt.encode
 
     def slow(tokenizer, text, special=False):
         begun.append((text, id(tokenizer)))
         assert not text.startswith("slow") or go.wait(60)
         return encode(tokenizer, text, special)
 
-    monkeypatch.setattr(openai_api, "encode", slow)
+    monkeypatch.setattr(prompt, "encode", slow)
     engine = Scripted(lambda request: SAID)
     with serving(engine, tmp_path) as url, ThreadPoolExecutor(8) as pool:
 
@@ -373,9 +381,9 @@ def test_a_slow_prompt_holds_nobody_up_and_a_hang_up_ends_it(tmp_path, monkeypat
             with pytest.raises(openai.APITimeoutError):
                 client(url, "e1", timeout=1.0).completions.create(model=MODEL, prompt=text)
 
-        for n in range(module._TOKENIZERS - 1):
+        for n in range(prompt.TOKENIZERS - 1):
             pool.submit(hang_up, f"slow {n}")
-        until(lambda: len(begun) == module._TOKENIZERS - 1)
+        until(lambda: len(begun) == prompt.TOKENIZERS - 1)
         assert ask(url, "completions", episode="e2", prompt="quick").status_code == 200
         last = [pool.submit(hang_up, f"slow {n}") for n in range(10, 13)]  # one of them takes the last thread
         for one in last:
@@ -385,8 +393,8 @@ def test_a_slow_prompt_holds_nobody_up_and_a_hang_up_ends_it(tmp_path, monkeypat
         assert ask(url, "completions", episode="e2", prompt="quick").status_code == 200
         assert finish(url, "e1").status_code == 404
     assert [text for text, _ in begun].count("quick") == 2
-    assert len([text for text, _ in begun if text.startswith("slow")]) == module._TOKENIZERS
-    assert len({tokenizer for _, tokenizer in begun}) == module._TOKENIZERS  # no two threads share one
+    assert len([text for text, _ in begun if text.startswith("slow")]) == prompt.TOKENIZERS
+    assert len({tokenizer for _, tokenizer in begun}) == prompt.TOKENIZERS  # no two threads share one
     assert len(engine.requests) == 2
 
 

@@ -35,7 +35,10 @@ def free_port() -> int:
 def process(store: Path, port: int, program: Sequence[str | Path] = (sys.executable, PARTS)):
     """A gateway in a process of its own. It is killed, not stopped."""
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen([*program, store, str(port)], stderr=subprocess.PIPE, text=True) as server:
+    paths = [str(PARTS.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # tests/scripted.py
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [*program, store, str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         try:
             end = time.monotonic() + 300  # a busy machine takes long to import torch
             while server.poll() is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -51,6 +52,27 @@ def model():
         num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=tokenizer().eos_token_id,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).eval()
+
+
+def test_an_answer_in_json_is_sampled_under_its_schema_and_not_trained_on(model, tmp_path):
+    """Beside a call without a schema, which keeps its own distribution."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 22]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    with serving(LocalEngine(model, tokenizer(), max_length=512), tmp_path) as url:
+        create = client(url, "e").chat.completions.with_raw_response.create
+        raw = create(model=MODEL, messages=[user("how many?")], response_format=form, max_tokens=64, seed=1)
+        assert json.loads(raw.parse().choices[0].message.content)["n"] in (1, 22)
+        assert raw.headers["x-memopd-trainable"] == "false"
+        raw = create(model=MODEL, messages=[user("how many?")], max_tokens=8, logprobs=True, top_logprobs=2, seed=1)
+        assert [len(entry.top_logprobs) for entry in raw.parse().choices[0].logprobs.content] == [2] * 8
+        assert httpx.post(f"{url}/episodes/e/reward", json={"reward": 1}).status_code == 200
+    (episode,) = read_episodes(tmp_path)
+    assert [call.trainable for call in episode.calls] == [False, True]
 
 
 def rewriting_agent(agent, question: str, turns: int = 4) -> None:

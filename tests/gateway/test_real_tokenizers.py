@@ -24,8 +24,10 @@ from memopd.compile.controls import stable_prefix
 from memopd.engine import Request
 from memopd.engine.local import LocalEngine
 from memopd.engine.stops import Stops, vocabulary_bytes
-from memopd.gateway.openai_api import ApiError, ChatRequest, parse
+from memopd.gateway.ask import ApiError, Ask
+from memopd.gateway.prompt import prompt_of, with_known_roles
 from memopd.gateway.text import StreamedText, visible_text
+from memopd.gateway.tools import ToolForm
 from memopd.record import read_episodes, write_episodes
 from memopd.report.episodes import texts
 from memopd.tasks import Question, Task
@@ -288,8 +290,8 @@ def test_a_gateway_answers_with_ids_that_no_token_has(name, tmp_path):
 
 
 def prompt(name: str, *messages: tuple[str, str]) -> list[int]:
-    asked = parse(ChatRequest, {"model": "m", "messages": [{"role": r, "content": c} for r, c in messages]})
-    return asked.prompt_ids(tokenizer(name), [], lambda text: None)
+    given = with_known_roles(tokenizer(name), [{"role": r, "content": c} for r, c in messages])
+    return prompt_of(tokenizer(name), Ask(model="m"), given, [], ToolForm(tokenizer(name)))
 
 
 def test_a_developer_is_the_system_where_the_template_knows_no_developer(name):

@@ -1,6 +1,7 @@
 """One real vLLM server: ids and log-probabilities as recorded, weight updates that are seen to have arrived."""
 
 import copy
+import json
 import threading
 import time
 
@@ -68,6 +69,27 @@ def test_top_k_and_top_p_are_in_the_log_probabilities(engine, first):
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
     narrow = engine.generate(requests_of(tokenizer, 8, top_p=0.01))
     assert all(np.abs(c.logprobs).max() == 0 for c in narrow)  # one token is left
+
+
+def test_a_grammar_is_followed_and_the_likeliest_tokens_come_with_the_ids(engine, first):
+    """vLLM's structured outputs read the grammars that the gateway makes."""
+    tokenizer = first[2]
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"]}
+    schema |= {"additionalProperties": False}
+    grammar = f'start: call | output\noutput: %json {json.dumps(schema)}\ncall: "<a>" output "</a>"\n'
+    prompts = prompts_of(tokenizer, 6)
+    requests = [Request(p, i, Sampling(max_tokens=64), grammar=grammar) for i, p in enumerate(prompts)]
+    for completion in engine.generate(requests):
+        said = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        assert json.loads(said.removeprefix("<a>").removesuffix("</a>"))["n"] in (1, 22, 333)
+        assert completion.stop is StopReason.STOP
+    (listed,) = engine.generate([Request(prompts[0], 1, Sampling(max_tokens=8), top_logprobs=3)])
+    (plain,) = engine.generate([Request(prompts[0], 1, Sampling(max_tokens=8))])
+    assert listed.tokens.tolist() == plain.tokens.tolist()
+    for token, logprob, top in zip(listed.tokens, listed.logprobs, listed.top, strict=True):
+        assert [p for _, p in top] == sorted((p for _, p in top), reverse=True)
+        assert 3 <= len(top) <= 4  # the sampled token is among them
+        assert dict(top)[int(token)] == pytest.approx(logprob)
 
 
 def test_a_seed_gives_the_same_ids_alone_and_among_others(engine, first):

@@ -36,9 +36,10 @@ def gateway(
         Precision, typer.Option(help="The precision of the model; not with --server.")
     ] = Precision.float32,
 ) -> None:
-    """Record any agent that uses OpenAI's API.
+    """Record any agent that uses OpenAI's or Anthropic's API, with or without tools.
 
-    Set the agent's base URL to http://HOST:PORT/episodes/NAME/v1 (docs/gateway.md).
+    Set the agent's base URL to http://HOST:PORT/episodes/NAME/v1, or to http://HOST:PORT/v1 if it sends the episode's
+    name in the header x-memopd-episode (docs/gateway.md).
     """
     if model is None and server is None:
         raise ValueError("give --model PATH, or --server URL")

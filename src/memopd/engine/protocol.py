@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from memopd.types import Floats, Ids, Sampling, StopReason
+
+Likeliest: TypeAlias = tuple[tuple[int, float], ...]  # ids and log-probabilities, the likeliest first
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # stop strings per request, and characters of each
 
@@ -26,6 +28,8 @@ class Request:
     stop: tuple[str, ...] = ()  # stop strings; the token in which one ends is kept whole
     episode: str = ""  # the episode that the request belongs to; scripted policies and logs read it
     purpose: str = ""  # Call.purpose; empty for the agent's actions
+    grammar: str = ""  # that the text must follow (guide.py); empty: none
+    top_logprobs: int = 0  # how many of the likeliest tokens to report at each position
 
     def __post_init__(self) -> None:
         if problem := stop_problem(self.stop):
@@ -50,6 +54,7 @@ class Completion:
     logprobs: Floats | None  # [|a_t|] under the sampling distribution; None: scripted, not sampled
     stop: StopReason
     policy_version: int = 0
+    top: tuple[Likeliest, ...] = ()  # [|a_t|], where Request.top_logprobs asked for them
 
 
 class Engine(Protocol):

@@ -5,27 +5,39 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fastapi import Request
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from memopd.engine import protocol
 from memopd.engine.protocol import Completion, LiveEngine
+from memopd.gateway.ask import Ask
 from memopd.gateway.drift import History
-from memopd.gateway.openai_api import Answer, GenerationRequest
+
+CONSTRAINED = "training cannot use it: a grammar restricted its tokens (response_format, or a required tool)"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Which episode a call belongs to, and what its client says about it."""
+
+    episode: str
+    purpose: str = ""
+    trainable: bool = True
 
 
 class RunningCall:
     """A call from the request to the journal. Its task records the call even if the client disconnects."""
 
-    def __init__(self, episode: str, number: int, request: GenerationRequest) -> None:
-        self.episode, self.number, self.request = episode, number, request
-        self.sampling = request.sampling
+    def __init__(self, label: Label, number: int, ask: Ask) -> None:
+        self.label, self.number, self.ask = label, number, ask
+        self.episode = label.episode
+        self.sampling = ask.sampling  # its token limit may be cut
+        self.cut: int | None = None  # the token limit that the client asked for, if it was
+        self.grammar = ""
         self.started = time.time()
         self.prompt: list[int] = []
         self.history = History()
@@ -42,18 +54,36 @@ class RunningCall:
     def name(self) -> str:
         return f"episode {self.episode}: call {self.number}"
 
+    @property
+    def trainable(self) -> bool:
+        return self.label.trainable and not self.ask.is_constrained
+
+    @property
+    def training_note(self) -> str:
+        """What training will say about the call; empty if nothing, or if its client says that it does not train."""
+        if not self.label.trainable:
+            return ""
+        return CONSTRAINED if self.ask.is_constrained else self.sampling.training_note
+
     def start(self, run: Coroutine[Any, Any, Completion]) -> None:
         self.task = asyncio.create_task(run)
         self.task.add_done_callback(self._on_end)
 
     async def submit(self, engine: LiveEngine) -> Completion:
         self._submitted = True  # from here on a disconnect must wait for the ticket, which alone stops the engine
-        seed = secrets.randbits(63) if self.request.seed is None else self.request.seed
+        seed = secrets.randbits(63) if self.ask.seed is None else self.ask.seed
         request = protocol.Request(
-            np.asarray(self.prompt, np.int32), seed, self.sampling, self.request.stop, self.episode
+            np.asarray(self.prompt, np.int32),
+            seed,
+            self.sampling,
+            self.ask.stop,
+            self.episode,
+            self.label.purpose,
+            self.grammar,
+            self.ask.top_logprobs,
         )
-        on_token = self._on_token if self.request.stream else None
-        # In a thread: the engine prepares the stop strings, and the other sessions must not wait for that.
+        on_token = self._on_token if self.ask.stream else None
+        # In a thread: the engine prepares stop strings and grammars, and the other sessions must not wait for that.
         self._ticket = await asyncio.to_thread(engine.submit, request, on_token)
         if self.cancelled:
             self._ticket.cancel()
@@ -69,9 +99,6 @@ class RunningCall:
         elif not self._submitted:
             self.task.cancel()  # so a waiting prompt is never encoded, and one that is being encoded is dropped
 
-    def answer(self) -> Answer:
-        return self.request.answer(f"{self.episode}-{self.number}", self.prompt)
-
     async def first_token(self) -> None:
         """Wait until the first token was sampled, or the call ended without one."""
         await self.progress.wait()
@@ -86,33 +113,3 @@ class RunningCall:
         if not task.cancelled():
             task.exception()  # after a disconnect nothing awaits the task, and asyncio would log its exception
         self.progress.set()
-
-
-class EventStream(StreamingResponse):
-    """The server-sent events of a call. If the stream ends early for any reason, the call is cancelled."""
-
-    def __init__(self, call: RunningCall, events: AsyncIterator[str], headers: dict[str, str]) -> None:
-        super().__init__(events, headers=headers | {"cache-control": "no-cache"}, media_type="text/event-stream")
-        self._call = call
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._call.cancel()
-
-
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> bool:
-    """Run `work` and return True, or return False as soon as the client disconnects."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.create_task(work), asyncio.create_task(disconnected())
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    done = tasks[0].done()
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    return done

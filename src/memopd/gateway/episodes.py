@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 from memopd.gateway.drift import History
 from memopd.record.journal import SEGMENT_BYTES, Journal, JournalError
 from memopd.record.store import StoreError, write_episodes
-from memopd.types import Call, Episode, Sampling, StopReason
+from memopd.types import Call, Episode, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def episode_of(name: str, unfinished: _Unfinished) -> Episode:
     assert unfinished.outcome is not None
     recorded = sorted(unfinished.calls, key=lambda r: r.number)
     distribution = _main_distribution(recorded)
-    differs = [_distribution(r.sampling) != distribution for r in recorded]
+    differs = [r.call.trainable and _distribution(r.sampling) != distribution for r in recorded]
     calls = [replace(r.call, trainable=False) if d else r.call for r, d in zip(recorded, differs, strict=True)]
     if any(differs):
         first = differs.index(True)
@@ -254,8 +254,8 @@ def episode_of(name: str, unfinished: _Unfinished) -> Episode:
 
 
 def _main_distribution(recorded: list[Recorded]) -> tuple[float, float, int]:
-    complete = [r for r in recorded if r.call.stop is not StopReason.ABORTED] or recorded
-    counts = Counter(_distribution(r.sampling) for r in complete)
+    learnt = [r for r in recorded if r.call.trainable] or recorded
+    counts = Counter(_distribution(r.sampling) for r in learnt)
     return max(counts, key=lambda d: (d[1:] == (1.0, 0), counts[d]))  # max takes the first among equals
 
 
@@ -290,6 +290,8 @@ def _packed(recorded: Recorded) -> bytes:
         "ended": recorded.ended,
         "shown": recorded.shown,
         "history": [history.replies, history.drifted, history.first],
+        "purpose": call.purpose,
+        "trainable": bool(call.trainable),
     }
     return _with_arrays(head, (logprobs, call.prompt, call.completion))
 
@@ -318,6 +320,8 @@ def _recorded(head: dict[str, Any], payload: bytes) -> Recorded:
         completion,
         logprobs if len(logprobs) else None,
         head["stop"],
+        trainable=head.get("trainable", True),  # older journals have neither
+        purpose=head.get("purpose", ""),
         policy_version=head["version"],
         name=f"episode {head['call']!r}: call {head['number']}",
     )

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memopd.engine.guide import guides_of
 from memopd.engine.local.attention import Groups, Pass, check_model, group
 from memopd.engine.local.cache import WORTHWHILE, Cache, Slots
-from memopd.engine.local.sampler import draw
-from memopd.engine.local.sequence import FlatRow, SampledSequence, end_tokens, read_request
+from memopd.engine.local.sequence import FlatRow, SampledSequence, draw_tokens, end_tokens, read_request
 from memopd.engine.local.session import LocalSession
 from memopd.engine.protocol import Completion, Request, Ticket
 from memopd.engine.stops import stops_of
@@ -75,6 +75,7 @@ class LocalEngine:
         self._device = next(model.parameters()).device
         self._ends = end_tokens(model, tokenizer)
         self._stops = None if tokenizer is None else stops_of(tokenizer, self.vocabulary)
+        self._guides = None if tokenizer is None else guides_of(tokenizer, self.vocabulary, self._ends)
         self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
         self._running: list[SampledSequence] = []  # in the order of their slots
         self._groups: Groups | None = None  # of the running sequences; None: these changed
@@ -194,7 +195,7 @@ class LocalEngine:
     # ---- entering and leaving -------------------------------------------------------------------------------------
 
     def _read(self, request: Request) -> SampledSequence:
-        return read_request(request, self.max_length, self.vocabulary, self._stops)
+        return read_request(request, self.max_length, self.vocabulary, self._stops, self._guides)
 
     def _enter(self, sequences: Sequence[SampledSequence]) -> list[Ticket]:
         with self._lock:
@@ -378,27 +379,17 @@ class LocalEngine:
             ).logits[0]
         self._slots.filled(s.slot for s, _ in entering)
         everyone = [*self._running, *(s for s, _ in entering)]
-        tokens, logprobs = self._draw(everyone, logits)
+        tokens, logprobs = draw_tokens(everyone, logits)
         if entering:
             self._running, self._groups = sorted(everyone, key=lambda s: s.slot), None
             self._replays = 0
         return self._take(everyone, [tokens], [logprobs])
 
-    def _draw(self, sequences: Sequence[SampledSequence], logits: Tensor) -> tuple[list[int], list[float]]:
-        """The next token of each sequence, from its own distribution and its own draw."""
-        kinds = [s.request.sampling for s in sequences]
-        uniform = np.array([s.uniforms.until(len(s.tokens) + 1)[len(s.tokens)] for s in sequences])
-        cut: list[Tensor] = []
-        if any(k.top_k or k.top_p < 1 for k in kinds):
-            top_k = np.array([k.top_k or logits.shape[-1] for k in kinds])
-            cut = [self._tensor(top_k), self._tensor(np.array([k.top_p for k in kinds]))]
-        temperature = self._tensor(np.array([k.temperature for k in kinds]))
-        token, logprob = draw(logits, self._tensor(uniform), temperature, *cut)
-        return token.tolist(), logprob.tolist()
-
     def _can_replay(self) -> bool:
         """Whether a CUDA graph can run the next steps. This is known after a first pass has used every layer."""
         if self._device.type != "cuda" or not self._cache.layers or self._cache.special or not self._captures:
+            return False
+        if not all(s.is_plain for s in self._running):
             return False
         if self._decoder is None:
             from memopd.engine.local.graphs import Decoder  # imports Triton, which exists only with a GPU

@@ -49,13 +49,29 @@ def draw(
 
     Logits are in float32, or in float64 for a float64 model; the cumulative distribution is in float64.
     """
+    scaled = _scaled(logits, temperature, top_k, top_p)
+    token, total = _first_above(scaled.exp(), uniform[:, None])
+    return token[:, 0], (scaled.gather(-1, token) - total.log())[:, 0]
+
+
+def likeliest(
+    logits: Tensor, count: int, temperature: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None
+) -> list[list[tuple[int, float]]]:
+    """The `count` likeliest tokens of every row with their log p, under the distribution that `draw` samples from.
+
+    Tokens of probability 0 are left out.
+    """
+    found = _scaled(logits, temperature, top_k, top_p).double().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    rows = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+    return [[(i, p) for i, p in zip(*row, strict=True) if p > -torch.inf] for row in rows]
+
+
+def _scaled(logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """The logarithm of every token's weight in the sampling distribution."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = scaled - scaled.amax(-1, keepdim=True)
     scaled /= temperature.clamp(min=_COLDEST).to(scaled.dtype)[:, None]
-    if top_k is not None and top_p is not None:
-        scaled = _cut(scaled, top_k, top_p)
-    token, total = _first_above(scaled.exp(), uniform[:, None])
-    return token[:, 0], (scaled.gather(-1, token) - total.log())[:, 0]
+    return scaled if top_k is None or top_p is None else _cut(scaled, top_k, top_p)
 
 
 def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

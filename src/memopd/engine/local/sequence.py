@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from memopd.engine.guide import Guide
 from memopd.engine.local.attention import Span
-from memopd.engine.local.sampler import Uniforms
-from memopd.engine.protocol import Completion, Request
+from memopd.engine.local.sampler import Uniforms, draw, likeliest
+from memopd.engine.protocol import Completion, Likeliest, Request
 from memopd.engine.stops import FOUND, Stops
 from memopd.types import Ids, StopReason
 
@@ -25,12 +28,14 @@ class SampledSequence:
     prompt: Ids
     limit: int  # the most tokens to sample
     stops: Stops | None
+    guide: Guide | None = None
     on_token: Callable[[int], None] | None = None
     session: LocalSession | None = None  # that gets the completion; None: somebody waits for the future
     future: Future[Completion] = field(default_factory=Future)
     uniforms: Uniforms = field(init=False)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[Likeliest] = field(default_factory=list)
     stop_state: int = 0  # of `stops`, after the tokens so far
     slot: int = -1
     cancelled: bool = False
@@ -42,6 +47,11 @@ class SampledSequence:
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens can be sampled without the host: no grammar, no list of likeliest tokens."""
+        return self.guide is None and not self.request.top_logprobs
 
     @property
     def is_awaited(self) -> bool:
@@ -56,6 +66,8 @@ class SampledSequence:
             self.on_token(token)
         if self.stops is not None:
             self.stop_state = self.stops.after(self.stop_state, token)
+        if self.guide is not None:
+            self.guide.take(token)
         if token in ends or self.stop_state == FOUND:
             return StopReason.STOP
         return StopReason.LENGTH if len(self.tokens) >= self.limit else None
@@ -64,7 +76,7 @@ class SampledSequence:
         """Set the outcome. The engine delivers it later; until then its session no longer waits."""
         if isinstance(outcome, StopReason):
             tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float64)
-            self.outcome = Completion(tokens, logprobs, outcome, version)
+            self.outcome = Completion(tokens, logprobs, outcome, version, tuple(self.top))
         else:
             self.outcome = outcome
         if session := self.session:  # read once: another thread may close it
@@ -118,6 +130,7 @@ def read_request(
     max_length: int,
     vocabulary: int,
     stops_of: Callable[[tuple[str, ...]], Stops] | None,
+    guide_of: Callable[[str], Guide] | None = None,
 ) -> SampledSequence:
     """Check a request. Errors name its episode."""
     name = f"episode {request.episode!r}: " if request.episode else ""
@@ -137,8 +150,38 @@ def read_request(
         if stops_of is None:
             raise ValueError(f"{name}stop strings need a tokenizer: give the engine one")
         stops = stops_of(tuple(request.stop))
+    guide = None
+    if request.grammar:
+        if guide_of is None:
+            raise ValueError(f"{name}a grammar needs a tokenizer: give the engine one")
+        guide = guide_of(request.grammar)
     limit = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
-    return SampledSequence(request, prompt.astype(np.int32), limit, stops)
+    return SampledSequence(request, prompt.astype(np.int32), limit, stops, guide)
+
+
+def draw_tokens(sequences: Sequence[SampledSequence], logits: Tensor) -> tuple[list[int], list[float]]:
+    """The next token of each sequence, from its own distribution and its own draw."""
+
+    def tensor(values: Sequence[float]) -> Tensor:
+        return torch.from_numpy(np.array(values)).to(logits.device)
+
+    guided = [(i, s.guide.allowed()) for i, s in enumerate(sequences) if s.guide is not None]
+    if guided:
+        refused = torch.from_numpy(~np.stack([allowed for _, allowed in guided])).to(logits.device)
+        rows = torch.tensor([i for i, _ in guided], device=logits.device)
+        logits = logits.index_copy(0, rows, logits[rows].masked_fill(refused, -torch.inf))
+    kinds = [s.request.sampling for s in sequences]
+    cut: list[Tensor] = []
+    if any(k.top_k or k.top_p < 1 for k in kinds):
+        cut = [tensor([k.top_k or logits.shape[-1] for k in kinds]), tensor([k.top_p for k in kinds])]
+    temperature = tensor([k.temperature for k in kinds])
+    uniform = tensor([s.uniforms.until(len(s.tokens) + 1)[len(s.tokens)] for s in sequences])
+    token, logprob = draw(logits, uniform, temperature, *cut)
+    if count := max(s.request.top_logprobs for s in sequences):
+        for s, row in zip(sequences, likeliest(logits, count, temperature, *cut), strict=True):
+            if s.request.top_logprobs:
+                s.top.append(tuple(row[: s.request.top_logprobs]))
+    return token.tolist(), logprob.tolist()
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

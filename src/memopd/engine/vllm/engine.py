@@ -205,7 +205,7 @@ class VllmEngine:
         elif received.label is not None:
             self.version = weight_updates.version_of(received.label)  # somebody else updates these servers
         tokens, logprobs = received.arrays()
-        return Completion(tokens, logprobs, received.stop, self.version)
+        return Completion(tokens, logprobs, received.stop, self.version, tuple(received.top))
 
     def _aborted(self, delivered: Received) -> Completion:
         tokens, logprobs = delivered.arrays()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memopd.engine.protocol import Request
+from memopd.engine.protocol import Likeliest, Request
 from memopd.types import Floats, Ids, StopReason
 
 GENERATE = "/inference/v1/generate"
@@ -40,6 +40,7 @@ class Received:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[Likeliest] = field(default_factory=list)  # as many as were asked for
     stop: StopReason | None = None  # None: not finished
     label: str | None = None  # of the weights that sampled it, if the server reports one
 
@@ -59,6 +60,7 @@ class Received:
             if not math.isfinite(entry["logprob"]) or entry["logprob"] <= _NO_LOGPROB:
                 raise BadAnswer(f"token {entry['token_id']} has log-probability {entry['logprob']}")
         self.tokens += ids
+        self.top += [_likeliest(e) for e in entries]
         self.logprobs += [float(e["logprob"]) for e in entries]
         if reason := choice.get("finish_reason"):
             if reason not in _STOPS:
@@ -76,6 +78,11 @@ class Received:
         return np.array(self.tokens, np.int32), np.array(self.logprobs, np.float64)
 
 
+def _likeliest(entry: dict[str, Any]) -> Likeliest:
+    given = [(int(e["token_id"]), float(e["logprob"])) for e in entry.get("top_logprobs") or []]
+    return tuple(sorted((e for e in given if e[1] > _NO_LOGPROB), key=lambda e: -e[1]))
+
+
 def body(request: Request, stream: bool) -> dict[str, Any]:
     """The JSON that asks for one completion.
 
@@ -90,12 +97,14 @@ def body(request: Request, stream: bool) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "seed": request.seed % 2**63,  # vLLM takes -1 for no seed, and seeds are signed 64-bit integers
-        "logprobs": 0,  # only of the sampled token
+        "logprobs": request.top_logprobs,  # 0: only of the sampled token
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
     }
     if request.stop:
         parameters["stop"] = list(request.stop)
+    if request.grammar:  # vLLM's `auto` takes llguidance for a grammar in Lark's form with JSON schemas
+        parameters["structured_outputs"] = {"grammar": request.grammar}
     if sampling.max_tokens is not None:  # without it, the server samples to the end of its context
         parameters["max_tokens"] = sampling.max_tokens
     prompt = np.asarray(request.prompt).tolist()
