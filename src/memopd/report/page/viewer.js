@@ -178,7 +178,7 @@ class Viewer {
   }
 
   text(call) {
-    return this.reader.sampled(call).map((id) => this.reader.word(id)).join("");
+    return this.reader.sampled(call).filter((id) => !this.reader.special.has(id)).map((id) => this.reader.word(id)).join("");
   }
 
   wrote() {
