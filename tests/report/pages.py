@@ -9,13 +9,14 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 import numpy as np
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from train.tiny import CONFIG, THINK, recorded, save_model
 from transformers import PreTrainedTokenizerFast
 
 from memopd.config import load_config
 from memopd.evaluate import Measures, Setting, summarise
 from memopd.record import write_episodes
+from memopd.types import Call, Episode
 from memopd.verify.families import VOCABULARY
 
 HOSTILE = [
@@ -85,6 +86,46 @@ def add_audits(run: Path) -> dict[str, dict]:
     for name, report in found.items():
         (run / "audit" / f"{name}.json").write_text(json.dumps(report))
     return found
+
+
+TOOLS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "system\nwithin <tools></tools> tags:\n<tools>\n",
+    '{"type": "function", "function": {"name": "length_of", "parameters": {"river": "<b>"}}}',
+    '\n</tools>\nCall with <tool_call>\n{"name": <function-name>}\n</tool_call>',
+    "user\nHow long is the Velm?",
+    "assistant\n",
+    "<tool_call>",
+    '\n{"name": "length_of", "arguments": {"river": "Velm"}}\n',
+    '\n{"name": "length_of", "arguments": {\n',
+    "</tool_call>",
+    "user\n<tool_response>\n",
+    *(f"{n} km, says <img src=x onerror=window.pwned=7>\n" for n in range(50)),
+    "</tool_response>",
+    "It is 90 km long.",
+    *(f"One learns it like this: {n}.\n" for n in range(30)),
+]
+
+
+def tool_run(folder: Path) -> Path:
+    """A run directory with an agent that calls a tool, is told a long result, and calls it again with broken JSON."""
+    words = {word: n for n, word in enumerate(TOOLS)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token=TOOLS[0])),
+        additional_special_tokens=TOOLS[:2],
+    )
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # no space between words
+    tokenizer.save_pretrained(folder / "model")
+    start, end, result, long = 0, 1, list(range(12, 62)), list(range(64, 94))
+    first = [start, 2, 3, 4, *long, end, start, 5, end, start, 6]
+    call, broken = [7, 8, 10, end], [7, 9, 10, end]
+    second = [*first, *call, start, 11, *result, 62, end, start, 6]
+    third = [*second, *broken, start, 11, result[0], 62, end, start, 6]
+    calls = [Call(first, call), Call(second, broken), Call(third, [63, end])]
+    write_episodes(folder / "episodes" / "step-000000.parquet", [Episode("rivers", "velm", calls, reward=1.0)])
+    (folder / "config.json").write_text(json.dumps({"run": {"seed": 0}}))
+    return folder
 
 
 def run_of(state: str = "aligned", seed: int = 0) -> Path:

@@ -5,7 +5,7 @@ import pytest
 
 from memopd.agent.codec import Codec
 from memopd.agent.memory import Turn, assemble, memory_rule
-from memopd.report.contexts import contexts, flatten
+from memopd.report.contexts import contexts, flatten, unchanged
 from memopd.types import Call, Episode, Segment, StopReason
 
 Q, A, SEEN = [1, 2], [[10, 11, 12], [30, 31, 32], [50, 51]], [[20], [40, 41]]
@@ -94,6 +94,18 @@ def test_pieces_of_a_prompt_are_the_prompt():
                     assert history.ids[piece.flat : piece.flat + len(piece.ids)].tolist() == piece.ids.tolist()
                 if piece.at is not None:
                     assert call.prompt[piece.at : piece.at + len(piece.ids)].tolist() == piece.ids.tolist()
+
+
+def test_what_an_earlier_call_read_or_wrote_is_unchanged():
+    """Instructions of 20 ids; a response of 30; then an observation of 25 that a later call reads again elsewhere."""
+    q, a, o, note = (np.arange(start, start + n) for start, n in ((0, 20), (100, 30), (200, 25), (300, 18)))
+    second = np.concatenate([q, a, o])
+    third = np.concatenate([q, [7, 8], o, note])
+    fourth = np.concatenate([o, note, q[:10]])
+    calls = [Call(q, a), Call(second, [5]), Call(third, [6]), Call(fourth, [9])]
+    assert unchanged(Episode("e", "t", calls)) == [(), ((0, 50),), ((0, 20), (22, 47)), ((0, 43),)]
+    calls[1] = Call(np.where(second == 10, 99, second), [5])  # one id of the instructions is another
+    assert unchanged(Episode("e", "t", calls))[1] == ((11, 50),)
 
 
 def test_ids_are_not_found_between_two_ids():

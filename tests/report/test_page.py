@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from pages import HOSTILE, add_audits, run_of, run_with_notes, workshop
+from pages import HOSTILE, TOOLS, add_audits, run_of, run_with_notes, tool_run, workshop
 
 from memopd.config import RunConfig
 from memopd.record import read_episodes
@@ -61,7 +61,7 @@ def test_the_viewer_shows_the_call_that_the_address_names(browser):
     episode = sorted(first_episodes(), key=lambda e: e[0])[5][1]
     trace = read_traces(run_of() / "traces" / "step-000001.parquet")[episode.id, 2]
     assert browser.texts(".walk h3") == ["Call 2 (0 to 3)"]
-    assert browser.texts(".about code")[0] == episode.id
+    assert browser.texts(".about code")[-1] == episode.id
     ids = browser.run("[...document.querySelectorAll('.chip')].map(e => e.dataset.k)")
     assert ids == [str(k) for k in range(len(episode.calls[2].completion))]
     browser.hover(".chip:nth-child(3)")
@@ -110,15 +110,89 @@ def test_clicks_and_keys_walk_the_calls(browser):
 
 
 def test_the_columns_are_what_was_read(browser):
-    """Every block's text is the decoded ids of its piece, folded or not."""
+    """The blocks of the prompt, folded or not, are the decoded ids of the call."""
     shows(browser, report(), "#episode=0&call=2")
-    data = json.loads(browser.run("document.getElementById('data').textContent"))
-    episode = data["runs"][0]["episodes"][0]
-    word = {int(i): text for i, text in data["runs"][0]["vocabulary"].items()}
-    call = episode["calls"][2]
-    for column, pieces in ((".read > .block", call["read"]), (".drops .block", call["dropped"])):
-        spans = [episode["flat"][p["flat"] : p["flat"] + p["n"]] for p in pieces]
-        assert browser.texts(f"{column} .text") == ["".join(word[i] for i in ids).lstrip("\n") for ids in spans]
+    data = json.loads(browser.run("document.getElementById('data').textContent"))["runs"][0]
+    call = sorted(first_episodes(), key=lambda e: e[0])[0][1].calls[2]
+    words = data["vocabulary"]
+    text = "".join(words["texts"][words["ids"].index(i)] for i in call.prompt.tolist())
+    assert "".join(browser.texts(".read .block:not(.gone) .text")) == text
+    assert len(browser.texts(".drops .text")) == 2
+
+
+def test_unchanged_text_is_one_line_that_opens(browser, tmp_path):
+    write_report([tool_run(tmp_path)], tmp_path / "page.html")
+    shows(browser, tmp_path / "page.html", "#episode=0&call=0")
+    assert browser.texts(".read .kept") == []
+    browser.key("ArrowRight")
+    (line,) = browser.texts(".read .kept > summary")
+    assert line.startswith("44 tokens as before")
+    assert browser.run("document.querySelector('.read .kept').open") is False
+    shown = "[...document.querySelectorAll('.read .text')].filter(e => e.checkVisibility())"
+    visible = f"{shown}.map(e => e.textContent).join()"
+    assert "How long is the Velm?" not in browser.run(visible)
+    assert "49 km" in browser.run(visible)
+    browser.run("document.querySelector('.read .kept > summary').focus()")
+    browser.send(
+        "Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", text="\r", windowsVirtualKeyCode=13
+    )
+    assert "How long is the Velm?" in browser.run(visible)
+
+
+def test_tools_are_set_off(browser, tmp_path):
+    write_report([tool_run(tmp_path)], tmp_path / "page.html")
+    shows(browser, tmp_path / "page.html", "#episode=0&call=0")
+    assert browser.texts(".asked") == ["How long is the Velm?"]
+    assert browser.texts(".map .name small") == [
+        'length_of {"river": "Velm"}',
+        "length_of (not valid JSON) ",
+        "It is 90 km long.",
+    ]
+    assert browser.texts(".read .text .tool > *:first-child") == ["Tool definitions: length_of"]
+    assert browser.run("document.querySelector('.read details.definitions').open") is False
+    assert set(browser.texts(".read .text .special")) >= {"<|im_start|>", "<|im_end|>"}
+    assert browser.texts(".chips .tool .label") == ["Tool call: length_of"]
+    assert browser.texts(".chips .tool .chip") == ["<tool_call>", "↵\n" + TOOLS[8].strip() + "↵\n", "</tool_call>"]
+    browser.key("ArrowRight")
+    assert browser.texts(".read > .block .tool .label") == ["Tool result"]
+    assert len(browser.texts(".read > .block .tool .said.folded")) == 1  # it is long
+    browser.click(".read > .block .tool .more")
+    assert browser.texts(".read > .block .tool .said.folded") == []
+    assert browser.texts(".chips .tool .label") == ["Tool call: length_of (not valid JSON)"]
+    browser.key("ArrowRight")
+    assert browser.texts(".read > .block .tool .said.folded") == []
+    assert browser.texts(".chips .tool") == []
+
+
+def test_a_search_opens_the_first_match(browser):
+    shows(browser, report(), "#episode=0&call=0")
+    episodes = [e for _, e in sorted(first_episodes(), key=lambda e: e[0])]
+    search(browser, episodes[7].id.upper())
+    assert browser.texts(".search .hint") == [f"1 of {len(episodes)} episodes matches"]
+    assert browser.run("location.hash").startswith("#run=0&episode=7&call=0")
+    hostile = HOSTILE[3]
+    search(browser, hostile.replace(" ", "  "))
+    assert hostile in browser.texts(".results mark")
+    assert set(browser.texts(".results mark")) == {hostile}
+    assert len(browser.texts(".results button")) == int(browser.texts(".search .hint")[0].split()[0])
+    assert browser.run("document.querySelectorAll('.columns mark, .chip.found').length") > 0
+    assert browser.run("document.activeElement.type") == "search"  # one can go on typing
+    search(browser, "no such words")
+    assert browser.texts(".search .hint") == ["no episode matches"]
+    search(browser, "")
+    assert browser.texts(".search .hint") == [""]
+    assert (
+        browser.run("document.querySelectorAll('mark').length + document.querySelector('.results').checkVisibility()")
+        == 0
+    )
+    assert browser.run("window.pwned") is None
+
+
+def search(browser: Browser, text: str) -> None:
+    before = browser.texts(".search .hint")
+    field = "document.querySelector('.search input')"
+    browser.run(f"{field}.focus(); {field}.value = {json.dumps(text)}; {field}.dispatchEvent(new Event('input'))")
+    browser.until(f"document.querySelector('.search .hint').textContent !== {json.dumps(before[0])}")
 
 
 def test_a_note_of_the_memory_is_labelled(browser, tmp_path):
@@ -175,6 +249,15 @@ def test_without_any_wall_the_words_would_run(browser, tmp_path, monkeypatch):
     (tmp_path / "page.html").write_text(text.replace("Content-Security-Policy", "Nothing"))
     browser.open(tmp_path / "page.html")
     assert browser.run("window.pwned") is not None
+
+
+def test_the_page_opens_on_an_episode(browser):
+    shows(browser, report())
+    assert browser.run("[...document.querySelectorAll('main > section')].map(s => s.id)")[:2] == [
+        "overview",
+        "episodes",
+    ]
+    assert browser.texts(".walk h3") == ["Call 0 (0 to 3)"]
 
 
 def test_curves(browser):
@@ -237,9 +320,11 @@ def test_several_runs(browser):
     assert browser.run(count) == 1
 
 
-def test_both_themes_and_a_narrow_window_hold_everything(browser):
-    for dark in (False, True):
-        browser.open(report(), "#episode=1&call=3", width=390, height=800, dark=dark)
+def test_both_themes_and_a_narrow_window_hold_everything(browser, tmp_path):
+    write_report([tool_run(tmp_path)], tmp_path / "page.html")
+    for page, dark in ((tmp_path / "page.html", False), (report(), False), (report(), True)):
+        browser.open(page, "#episode=1&call=3", width=390, height=800, dark=dark)
+        browser.run("document.querySelectorAll('details').forEach(e => e.open = true)")
         assert browser.run("document.documentElement.scrollWidth") <= 390
         background = browser.run("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(17, 19, 24)") == dark

@@ -6,15 +6,18 @@ import math
 import numpy as np
 import pytest
 from pages import HOSTILE, add_evaluation, hostile_tokenizer, run_of, run_with_notes
+from train.tiny import THINK
 from typer.testing import CliRunner
 
 from memopd.cli.report import app
 from memopd.evaluate import Measures
+from memopd.record import read_episodes, write_episodes
 from memopd.report.curves import POINTS, ends, groups, series, stages
-from memopd.report.episodes import episodes_of, texts
+from memopd.report.episodes import ID_BYTES, episodes_of, texts, vocabulary
 from memopd.report.evaluations import tables
 from memopd.report.page import embedded, page, page_data, part
 from memopd.report.runs import arms_of, read_runs
+from memopd.types import Call, Episode
 
 
 def folder(path, lines=(), **config):
@@ -170,15 +173,53 @@ def test_evaluations_on_other_tasks_are_not_compared(tmp_path):
 
 def test_episodes_fit_their_budget():
     (run,) = read_runs([run_of()])
-    everything = episodes_of(run, 10**9)
+    everything, ids = episodes_of(run, 10**9)
     assert [e["step"] for e in everything] == [1] * 4 + [2] * 4 + [3] * 4
     assert all(set(e["calls"][0]) >= {"advantage", "value", "divergence", "taught"} for e in everything)
-    size = len(json.dumps(everything, separators=(",", ":")))
-    some = episodes_of(run, size // 2)
-    assert len(json.dumps(some, separators=(",", ":"))) <= size // 2
-    assert [e["step"] for e in some] == [1] * 2 + [2] * 2 + [3] * 2 or {e["step"] for e in some} == {1, 2, 3}
-    (only,) = episodes_of(run, 1)
+    size = len(json.dumps(everything, separators=(",", ":"))) + ID_BYTES * len(ids)
+    some, fewer = episodes_of(run, size // 2)
+    assert len(json.dumps(some, separators=(",", ":"))) + ID_BYTES * len(fewer) <= size // 2
+    assert {e["step"] for e in some} == {1, 2, 3}
+    assert fewer.tolist() == ids[: len(fewer)].tolist()  # nothing of the episode that did not fit
+    (only,), _ = episodes_of(run, 1)
     assert only["step"] == 3
+
+
+def test_the_page_has_the_ids_that_were_recorded():
+    """Prompts and completions, from the pool of the run and the spans of its episodes."""
+    (run,) = page_data(read_runs([run_of()]))["runs"]
+    pool = [run["vocabulary"]["ids"][n] for n in run["pool"]]
+    recorded = {e.id: e for file in sorted((run_of() / "episodes").iterdir()) for e in read_episodes(file)}
+    for episode in run["episodes"]:
+        flat = spans(pool, episode["flat"])
+        for call, real in zip(episode["calls"], recorded[episode["id"]].calls, strict=True):
+            pieces = [spans(pool, more[0]) if more else flat[at : at + n] for _, _, n, at, _, *more in call["read"]]
+            assert [i for piece in pieces for i in piece] == real.prompt.tolist()
+            assert flat[call["begin"] : call["begin"] + call["sampled"]] == real.completion.tolist()
+
+
+def spans(pool, list):
+    return [i for at, n in zip(list[::2], list[1::2], strict=True) for i in pool[at : at + n]]
+
+
+def test_what_episodes_share_is_on_the_page_once(tmp_path):
+    """64 episodes of 16 calls with the same instructions of 2,000 ids: the page has these ids once, not 1,024 times."""
+    rng = np.random.default_rng(0)
+    instructions = rng.integers(0, 150_000, 2000)
+    episodes = []
+    for n in range(64):
+        prompt, calls = instructions, []
+        for _ in range(16):
+            calls.append(Call(prompt, rng.integers(0, 150_000, 20)))
+            prompt = np.concatenate([prompt, calls[-1].completion, rng.integers(0, 150_000, 30)])
+        episodes.append(Episode(f"e{n}", "t", calls))
+    run = folder(tmp_path / "run")
+    write_episodes(run / "episodes" / "step-000000.parquet", episodes)
+    (data,) = page_data(read_runs([run]))["runs"]
+    assert len(data["episodes"]) == 64
+    assert len(data["pool"]) == 2000 + 64 * (16 * 20 + 15 * 30)
+    assert [call["before"] for call in data["episodes"][5]["calls"]][1:3] == [((0, 2020),), ((0, 2070),)]
+    assert len(page(page_data(read_runs([run])))) < 1.5e6
 
 
 def test_episodes_without_traces_are_shown_without_numbers(tmp_path):
@@ -189,7 +230,17 @@ def test_episodes_without_traces_are_shown_without_numbers(tmp_path):
     assert len(data["episodes"]) == 12
     assert "advantage" not in data["episodes"][0]["calls"][0]
     assert data["episodes"][0]["calls"][0]["logp"]  # the sampler's own
-    assert data["vocabulary"] is None
+    assert data["vocabulary"]["texts"] is None
+
+
+def test_special_tokens_are_known(tmp_path):
+    tokenizer = hostile_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    tokenizer.save_pretrained(tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (run,) = read_runs([tmp_path / "run"])
+    found = vocabulary(run, np.array([5, 5, THINK, 6], np.int32))
+    assert found == {"ids": [5, *sorted([6, THINK])], "texts": found["texts"], "special": [1 + (THINK > 6)]}
 
 
 def test_an_id_reads_as_it_does_in_the_middle_of_a_text():

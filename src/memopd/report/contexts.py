@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopd.compile.controls import persistent_history, stable_prefix
+from memopd.report.pool import Pool
 from memopd.types import Call, Episode, Ids
 
 Span: TypeAlias = tuple[str, int | None, int, int]  # kind, source, start, stop
@@ -53,6 +54,7 @@ class Context:
     flattened: tuple[Piece, ...]  # what a flattened history has in the place of z_t
     same: int  # ids of z_t that have the same position there
     moved: int  # ids of z_t that have another position there
+    before: tuple[tuple[int, int], ...]  # start and stop of what an earlier call read or wrote, in z_t
 
 
 def flatten(episode: Episode) -> History:
@@ -74,7 +76,28 @@ def flatten(episode: Episode) -> History:
 def contexts(episode: Episode) -> tuple[History, list[Context]]:
     history = flatten(episode)
     read = [tuple(_read(episode, t, history)) for t in range(len(episode.calls))]
-    return history, [_context(episode, t, history, read) for t in range(len(read))]
+    before = unchanged(episode)
+    return history, [_context(episode, t, history, read, before[t]) for t in range(len(read))]
+
+
+def unchanged(episode: Episode) -> list[tuple[tuple[int, int], ...]]:
+    """The spans of each prompt that an earlier call read or wrote, so that a reader of the calls has seen them.
+
+    Ids count, not positions: memory that moved up is unchanged. Spans of fewer than `pool.LEAST` ids count as new.
+    """
+    pool, found = Pool(), []
+    for call in episode.calls:
+        spans: list[tuple[int, int]] = []
+        at = 0
+        for part in pool.add(call.prompt):
+            if part.known and spans and spans[-1][1] == at:
+                spans[-1] = (spans[-1][0], at + part.n)
+            elif part.known:
+                spans.append((at, at + part.n))
+            at += part.n
+        pool.add(call.completion)
+        found.append(tuple(spans))
+    return found
 
 
 def _read(episode: Episode, t: int, history: History) -> Iterator[Piece]:
@@ -127,13 +150,15 @@ def _find(ids: Ids, within: Ids, last: bool = False) -> int | None:
     return at // size if at >= 0 else None
 
 
-def _context(episode: Episode, t: int, history: History, read: list[tuple[Piece, ...]]) -> Context:
+def _context(
+    episode: Episode, t: int, history: History, read: list[tuple[Piece, ...]], before: tuple[tuple[int, int], ...]
+) -> Context:
     position = np.full(len(history.ids), ABSENT, np.int64)  # in z_t, of every id of the history
     for piece in read[t]:
         if piece.flat is not None and piece.at is not None:
             position[piece.flat : piece.flat + len(piece.ids)] = piece.at + np.arange(len(piece.ids))
-    before = position[: history.begin[t]]
-    earlier = [p for p in history.pieces if p.flat is not None and p.flat < len(before)]
+    past = position[: history.begin[t]]
+    earlier = [p for p in history.pieces if p.flat is not None and p.flat < len(past)]
     flattened = [part for piece in earlier for part in _cut(piece, position)]
     dropped = []
     if t > 0:
@@ -143,8 +168,8 @@ def _context(episode: Episode, t: int, history: History, read: list[tuple[Piece,
                 dropped += [p for p in _cut(piece, position) if p.at is None]
             elif not any(np.array_equal(piece.ids, kept.ids) for kept in read[t]):
                 dropped.append(replace(piece, at=None))
-    same = int((before == np.arange(len(before))).sum())
-    return Context(read[t], tuple(dropped), tuple(flattened), same, int((before >= 0).sum()) - same)
+    same = int((past == np.arange(len(past))).sum())
+    return Context(read[t], tuple(dropped), tuple(flattened), same, int((past >= 0).sum()) - same, before)
 
 
 def _cut(piece: Piece, position: NDArray[np.int64]) -> Iterator[Piece]:

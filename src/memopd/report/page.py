@@ -20,13 +20,13 @@ from typing import Any
 
 from memopd.files import whole
 from memopd.report.curves import ends, groups, series, stages
-from memopd.report.episodes import episodes_of, vocabulary
+from memopd.report.episodes import episodes_of, indexed, vocabulary
 from memopd.report.evaluations import tables
 from memopd.report.runs import Run, arms_of, read_runs
 
 EPISODES_BYTES = 2_000_000  # of JSON for all runs together, for a page of at most about 3 MB
 STYLES = ("style", "viewer")
-SCRIPTS = ("dom", "charts", "sections", "contexts", "viewer", "main")
+SCRIPTS = ("dom", "charts", "sections", "passages", "contexts", "search", "viewer", "main")
 
 
 def write_report(
@@ -58,7 +58,8 @@ def page_data(
 
 
 def _run_data(run: Run, budget: int) -> dict[str, Any]:
-    episodes = episodes_of(run, budget)
+    episodes, ids = episodes_of(run, budget)
+    words = vocabulary(run, ids)
     return {
         "name": run.name,
         "config": run.config,
@@ -69,7 +70,8 @@ def _run_data(run: Run, budget: int) -> dict[str, Any]:
         "equivalence": [{"step": step + 1} | report for step, report in run.equivalence.items()],
         "audits": [_audit_data(name, audit) for name, audit in run.audits.items()],
         "episodes": episodes,
-        "vocabulary": vocabulary(run, episodes),
+        "pool": indexed(ids, words["ids"]),
+        "vocabulary": words,
     }
 
 

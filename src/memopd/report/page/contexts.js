@@ -3,25 +3,39 @@
 const KINDS = {
   prefix: "Stable prefix", memory: "Memory", observation: "Observation", response: "Response", context: "Context",
 };
-const LONG = 420; // characters of a block before it is folded
+const LETTERS = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind[0], kind]));
+const LONG = 3000; // characters of a new text before its middle is folded
+const HEAD = 120, TAIL = 160; // tokens that then stay in view
 
-// Decodes spans of an episode's flattened history.
+// An episode as the page reads it: ids from the pool of its run, pieces with names.
 class Reader {
   constructor(run, episode) {
-    this.words = run.vocabulary;
-    this.flat = episode.flat;
+    this.pool = run.pool;
+    this.vocabulary = run.vocabulary;
+    this.special = new Set(run.vocabulary.special);
+    this.flat = this.spans(episode.flat);
+    const named = ([kind, source, n, flat, at, spans]) => ({ kind: LETTERS[kind], source, n, flat, at, spans });
+    this.calls = episode.calls.map((call) => ({
+      ...call, read: call.read.map(named), dropped: call.dropped.map(named), flattened: call.flattened.map(named),
+    }));
+  }
+
+  spans(list) {
+    const ids = [];
+    for (let i = 0; i < list.length; i += 2) for (let k = 0; k < list[i + 1]; k += 1) ids.push(this.pool[list[i] + k]);
+    return ids;
   }
 
   word(id) {
-    return this.words && this.words[id] !== undefined ? this.words[id] : `⟨${id}⟩`;
+    return this.vocabulary.texts ? this.vocabulary.texts[id] : `⟨${this.vocabulary.ids[id]}⟩`;
   }
 
   ids(piece) {
-    return piece.ids || this.flat.slice(piece.flat, piece.flat + piece.n);
+    return piece.spans ? this.spans(piece.spans) : this.flat.slice(piece.flat, piece.flat + piece.n);
   }
 
-  text(piece) {
-    return this.ids(piece).map((id) => this.word(id)).join("");
+  prompt(call) {
+    return new Passage(this, call.read.flatMap((piece) => this.ids(piece)));
   }
 
   sampled(call) {
@@ -29,30 +43,49 @@ class Reader {
   }
 }
 
-function size(piece) {
-  return piece.ids ? piece.ids.length : piece.n;
+const READERS = new Map();
+
+function readerOf(run, episode) {
+  if (!READERS.has(episode)) READERS.set(episode, new Reader(run, episode));
+  return READERS.get(episode);
 }
 
 function total(pieces) {
-  return pieces.reduce((sum, piece) => sum + size(piece), 0);
+  return pieces.reduce((sum, piece) => sum + piece.n, 0);
 }
 
 function span(start, n) {
   return n === 1 ? `position ${start}` : `positions ${start} to ${start + n - 1}`;
 }
 
-function block(kind, title, meta, text, { fold = LONG, gone = false } = {}) {
-  const body = el(gone ? "del" : "div", { class: "text" }, text.replace(/^\n+/, "")); // an empty first line carries no information
-  const node = el("div", { class: `block ${kind}` },
-    el("div", { class: "head" }, el("b", {}, title), el("span", {}, meta)), body);
-  if (text.length > fold) {
-    body.classList.add("folded");
-    node.append(el("button", { type: "button", class: "more", click: (event) => {
-      const folded = body.classList.toggle("folded");
-      event.target.textContent = folded ? "show all" : "fold";
-    } }, "show all"));
-  }
-  return node;
+function block(kind, title, meta, ...body) {
+  return el("div", { class: `block ${kind}` }, el("div", { class: "head" }, el("b", {}, title), el("span", {}, meta)), body);
+}
+
+function short(passage, from, to, find, tag = "div") {
+  const fold = passage.visible(from, to) > 200 && !hits(find, passage.text.slice(passage.starts[from], passage.starts[to]));
+  return clamped(el(tag, { class: "text" }, passage.nodes(from, to, find)), fold);
+}
+
+// Text in view; of a long one its beginning and its end, where the question is.
+function open(passage, from, to, find) {
+  const first = passage.outside(Math.min(to, from + HEAD)), last = passage.outside(Math.max(from, to - TAIL));
+  if (passage.visible(from, to) <= LONG || first >= last) return el("div", { class: "text" }, passage.nodes(from, to, find));
+  const middle = passage.text.slice(passage.starts[first], passage.starts[last]);
+  return el("div", { class: "text" }, passage.nodes(from, first, find),
+    el("details", { class: "middle", open: hits(find, middle) }, el("summary", {}, `${count(last - first, "token")} more`), passage.nodes(first, last, find, false)),
+    passage.nodes(last, to, find, false));
+}
+
+// One line for what a reader has seen already; it opens.
+function folded(says, names, blocks, find, texts) {
+  return el("details", { class: "kept", open: hits(find, texts) },
+    el("summary", {}, el("b", {}, says), " ", el("small", {}, names)), blocks);
+}
+
+function listed(names) {
+  const distinct = [...new Set(names.map((name) => name[0].toLowerCase() + name.slice(1)))];
+  return distinct.length > 3 ? `${distinct.slice(0, 2).join(", ")} and ${distinct.length - 2} more` : distinct.join(", ");
 }
 
 function origin(piece, of) {
@@ -60,46 +93,100 @@ function origin(piece, of) {
   return `${KINDS[piece.kind] || piece.kind}${from}`;
 }
 
-function readColumn(call, t, reader, wrote) {
-  const blocks = [];
-  let dropped = call.dropped.length ? droppedBlock(call, reader) : null;
-  for (const piece of call.read) {
+function titleOf(piece) {
+  const from = known(piece.source) ? ` from call ${piece.source}` : "";
+  if (piece.kind === "memory") return `Memory kept${from}${piece.flat === null ? ", rewritten" : ""}`;
+  if (piece.kind === "observation") return `Observation${known(piece.source) ? `: the result of call ${piece.source}'s action` : ""}`;
+  return KINDS[piece.kind];
+}
+
+// The pieces of a prompt, cut where an unchanged span begins or ends.
+function partsOf(call) {
+  const cuts = new Set(call.before.flat());
+  return call.read.flatMap((piece) => {
+    const bounds = [piece.at, ...[...cuts].filter((at) => at > piece.at && at < piece.at + piece.n).sort((a, b) => a - b), piece.at + piece.n];
+    return bounds.slice(1).map((stop, i) => ({
+      ...piece, at: bounds[i], n: stop - bounds[i], fresh: !call.before.some(([from, to]) => from <= bounds[i] && stop <= to),
+    }));
+  });
+}
+
+function readColumn(call, t, reader, find, wrote) {
+  const passage = reader.prompt(call), blocks = [];
+  let dropped = call.dropped.length ? droppedBlock(call, reader, find) : null, seen = [];
+  const fold = () => {
+    if (!seen.length) return;
+    const from = seen[0].at, to = from + total(seen);
+    blocks.push(folded(`${count(total(seen), "token")} as before`, listed(seen.map((piece) => titleOf(piece))),
+      seen.map((piece) => shown(piece)), find, passage.text.slice(passage.starts[from], passage.starts[to])));
+    seen = [];
+  };
+  const shown = (piece) => block(piece.kind, titleOf(piece), `${count(piece.n, "token")}, ${span(piece.at, piece.n)}`,
+    open(passage, piece.at, piece.at + piece.n, find));
+  for (const piece of partsOf(call)) {
+    if (!piece.fresh) {
+      seen.push(piece);
+      continue;
+    }
+    fold();
     if (piece.kind !== "prefix" && dropped) {
       blocks.push(dropped);
       dropped = null;
     }
-    const rewritten = piece.flat === null;
-    const title = piece.kind === "memory" ? `Memory kept${known(piece.source) ? ` from call ${piece.source}` : ""}${rewritten ? ", rewritten" : ""}`
-      : piece.kind === "observation" ? `Observation${known(piece.source) ? `: the result of call ${piece.source}'s action` : ""}` : KINDS[piece.kind];
-    const fold = piece.kind === "prefix" ? 200 : 2000;
-    blocks.push(block(piece.kind, title, `${count(size(piece), "token")}, ${span(piece.at, size(piece))}`, reader.text(piece), { fold }));
+    blocks.push(shown(piece));
   }
+  fold();
   if (dropped) blocks.push(dropped);
+  const lost = total(call.dropped);
   return el("div", { class: "column read" },
     el("h4", {}, "What this call read"),
     el("p", { class: "says" }, t === 0 ? `${count(call.prompt, "token")}: the task, and nothing else yet.`
-      : `${count(call.prompt, "token")}. ${call.dropped.length ? `${count(total(call.dropped), "token")} of the call before ${total(call.dropped) === 1 ? "was" : "were"} dropped: the agent has only what it wrote down.` : "Nothing of the call before has been dropped."}`),
+      : `${count(call.prompt, "token")}. ${lost ? `${count(lost, "token")} of the call before ${lost === 1 ? "was" : "were"} dropped: the agent has only what it wrote down.` : "Nothing of the call before has been dropped."}`),
     blocks, wrote);
 }
 
-function droppedBlock(call, reader) {
+function droppedBlock(call, reader, find) {
   const parts = call.dropped.map((piece) => block(`${piece.kind} gone`, `Dropped: ${origin(piece, "of").toLowerCase()}`,
-    count(size(piece), "token"), reader.text(piece), { fold: 160, gone: true }));
+    count(piece.n, "token"), short(new Passage(reader, reader.ids(piece)), 0, piece.n, find, "del")));
   return el("div", { class: "drops" }, parts);
 }
 
-function flattenedColumn(call, t, reader, state) {
-  const blocks = call.flattened.map((piece) => {
-    const here = span(piece.flat, size(piece));
-    const moved = piece.at !== null && piece.at !== piece.flat;
-    const [mark, meta] = piece.at === null ? ["unseen", `${here}: not in what the call read`]
-      : moved ? ["moved", `${here}, but at ${piece.at} in the call`] : ["", `${here}, as in the call`];
-    return block(`${piece.kind} ${mark}`, origin(piece, "of"), `${count(size(piece), "token")}, ${meta}`, reader.text(piece), { fold: 200 });
-  });
-  const unseen = total(call.flattened.filter((piece) => piece.at === null));
-  const rewritten = total(call.read.filter((piece) => piece.flat === null));
-  const same = unseen === 0 && call.moved === 0 && rewritten === 0;
-  const words = same ? [t === 0 ? "The same: nothing has been dropped yet." : "The same: nothing has been dropped so far, so flattening is right here."] : [
+function unseenOf(call) {
+  return total(call.flattened.filter((piece) => piece.at === null));
+}
+
+function rewrittenOf(call) {
+  return total(call.read.filter((piece) => piece.flat === null));
+}
+
+// Whether a flattened history is what the call read.
+function flattensRight(call) {
+  return unseenOf(call) === 0 && call.moved === 0 && rewrittenOf(call) === 0;
+}
+
+function flattenedColumn(call, t, reader, state, find) {
+  const passage = new Passage(reader, reader.flat.slice(0, call.begin)), blocks = [];
+  let same = [];
+  const fold = () => {
+    if (!same.length) return;
+    const from = same[0].flat, to = from + total(same);
+    blocks.push(folded(`${count(total(same), "token")} as in the call`, listed(same.map((piece) => origin(piece, "of"))),
+      same.map((piece) => shown(piece, "", ", as in the call")), null, passage.text.slice(passage.starts[from], passage.starts[to])));
+    same = [];
+  };
+  const shown = (piece, mark, meta) => block(`${piece.kind} ${mark}`, origin(piece, "of"), `${count(piece.n, "token")}, ${span(piece.flat, piece.n)}${meta}`,
+    short(passage, piece.flat, piece.flat + piece.n, find));
+  for (const piece of call.flattened) {
+    if (piece.at === piece.flat) {
+      same.push(piece);
+      continue;
+    }
+    fold();
+    blocks.push(piece.at === null ? shown(piece, "unseen", ": not in what the call read") : shown(piece, "moved", `, but at ${piece.at} in the call`));
+  }
+  fold();
+  const [unseen, rewritten] = [unseenOf(call), rewrittenOf(call)];
+  const words = flattensRight(call) ? [t === 0 ? "The same: nothing has been dropped yet." : "The same: nothing has been dropped so far, so flattening is right here."] : [
     `${count(call.begin, "token")} instead of ${call.prompt.toLocaleString("en")}. `,
     unseen ? `The agent did not see ${unseen.toLocaleString("en")} of them. ` : "",
     call.moved ? `${call.moved.toLocaleString("en")} are at another position. ` : "",

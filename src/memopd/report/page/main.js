@@ -5,12 +5,12 @@ const curves = new Curves(data);
 const viewer = data.runs.some((run) => run.episodes.length) ? new Viewer(data) : null;
 const episodes = viewer && section("episodes", "Episodes, token by token",
   "Every call of an agent with compact memory reads its own context. Step through an episode to see what each call kept, dropped and wrote, and how training used every token.",
-  data.runs.some((run) => run.episodes.length && !run.vocabulary) ? el("p", { class: "note" }, "No tokenizer was found for some runs: their tokens are shown as ids.") : null,
+  data.runs.some((run) => run.episodes.length && !run.vocabulary.texts) ? el("p", { class: "note" }, "No tokenizer was found for some runs: their tokens are shown as ids.") : null,
   viewer.element);
 const sections = [
-  overview(data),
+  overview(data), episodes,
   data.charts.length ? section("curves", "Curves", "Point at a curve to see the values of the same step in all of them.", curves.element()) : null,
-  evaluation(data), episodes, time(data), equivalence(data), audits(data), configuration(data),
+  evaluation(data), time(data), equivalence(data), audits(data), configuration(data),
 ].filter(known);
 
 const root = document.documentElement;

@@ -13,7 +13,13 @@ class Viewer {
     this.data = data;
     this.runs = data.runs.map((run, i) => [run, i]).filter(([run]) => run.episodes.length);
     this.state = { run: this.runs[0][1], episode: 0, call: 0, colour: "advantage" };
-    this.element = el("div", { class: "viewer" });
+    this.search = new Search(data);
+    this.find = null; // the pattern that is searched for
+    this.matches = [];
+    this.body = el("div", { class: "episode" });
+    this.results = el("div", { class: "results", hidden: true });
+    this.said = el("span", { class: "hint", role: "status" });
+    this.element = el("div", { class: "viewer" }, this.searchBar(), this.results, this.body);
     addEventListener("hashchange", () => this.fromHash() && this.draw());
     addEventListener("keydown", (event) => this.key(event));
     this.element.addEventListener("pointerover", (event) => this.hover(event));
@@ -26,7 +32,8 @@ class Viewer {
 
   get run() { return this.data.runs[this.state.run]; }
   get episode() { return this.run.episodes[this.state.episode]; }
-  get call() { return this.episode.calls[this.state.call]; }
+  get reader() { return readerOf(this.run, this.episode); }
+  get call() { return this.reader.calls[this.state.call]; }
 
   // #run=0&episode=2&call=1&colour=divergence; values out of range are clamped.
   fromHash() {
@@ -41,12 +48,11 @@ class Viewer {
     return true;
   }
 
-  go(change) {
-    Object.assign(this.state, change);
+  go({ run = this.state.run, episode = this.state.episode, call = this.state.call, colour = this.state.colour }) {
+    Object.assign(this.state, { run, episode, call, colour });
     this.state.episode = Math.max(0, Math.min(this.state.episode, this.run.episodes.length - 1));
     this.state.call = Math.max(0, Math.min(this.state.call, this.episode.calls.length - 1));
-    const { run, episode, call, colour } = this.state;
-    history.replaceState(null, "", `#run=${run}&episode=${episode}&call=${call}&colour=${colour}`);
+    history.replaceState(null, "", `#run=${run}&episode=${this.state.episode}&call=${this.state.call}&colour=${colour}`);
     this.draw();
   }
 
@@ -59,15 +65,57 @@ class Viewer {
 
   draw() {
     hideTip();
-    this.reader = new Reader(this.run, this.episode);
-    const { call, state } = this;
+    const { call, state } = this, focused = document.activeElement?.dataset.focus;
     if (!this.has(state.colour)) state.colour = Object.keys(COLOURS).find((name) => this.has(name)) || "advantage";
     this.scale = this.scaleOf(state.colour);
-    this.element.replaceChildren(
+    this.body.replaceChildren(
       this.picker(), this.about(), this.map(), this.walk(),
-      el("div", { class: "columns" }, readColumn(call, state.call, this.reader, this.wrote()),
-        flattenedColumn(call, state.call, this.reader, teacherState(this.run))),
+      el("div", { class: `columns${flattensRight(call) ? " alike" : ""}` }, readColumn(call, state.call, this.reader, this.find, this.wrote()),
+        flattenedColumn(call, state.call, this.reader, teacherState(this.run), this.find)),
       this.strip());
+    for (const [i, item] of [...this.results.querySelectorAll("button")].entries())
+      item.setAttribute("aria-current", String(this.matches[i].run === state.run && this.matches[i].episode === state.episode));
+    if (focused) this.body.querySelector(`[data-focus="${focused}"]:enabled`)?.focus({ preventScroll: true }); // it was drawn again
+  }
+
+  searchBar() {
+    let later = null;
+    const field = el("input", {
+      type: "search", placeholder: "Search questions, answers, texts", "aria-label": "Search the episodes", autocomplete: "off", spellcheck: "false",
+      input: () => {
+        clearTimeout(later);
+        later = setTimeout(() => this.look(field.value), 150);
+      },
+      keydown: (event) => {
+        if (event.key !== "Enter" || !this.matches.length) return;
+        const here = this.matches.findIndex((m) => m.run === this.state.run && m.episode === this.state.episode);
+        this.show(this.matches[(here + (event.shiftKey ? this.matches.length - 1 : 1)) % this.matches.length]);
+      },
+    });
+    return el("div", { class: "bar search" }, field, this.said);
+  }
+
+  // Search, say how many episodes match, and open the first.
+  look(typed) {
+    this.find = pattern(typed);
+    this.matches = this.find ? this.search.find(this.find) : [];
+    const { length } = this.matches;
+    this.said.textContent = !this.find ? "" : length ? `${length} of ${count(this.search.size, "episode")} match${length === 1 ? "es" : ""}` : "no episode matches";
+    this.results.hidden = !length;
+    this.results.replaceChildren(...this.matches.map((match) => {
+      const { step, reward } = this.data.runs[match.run].episodes[match.episode];
+      const [before, found, after] = match.around;
+      return el("button", { type: "button", click: () => this.show(match) },
+        el("small", {}, this.runs.length > 1 ? `${this.data.runs[match.run].name}, ` : "", `step ${step}, reward ${number(reward)}, call ${match.call}`),
+        el("span", {}, before, el("mark", {}, found), after));
+    }));
+    if (length) this.go(this.matches[0]);
+    else this.draw();
+  }
+
+  show({ run, episode, call }) {
+    this.go({ run, episode, call });
+    this.body.querySelector(".columns mark, .chip.found, .questions mark")?.scrollIntoView({ block: "center" });
   }
 
   has(colour) {
@@ -81,38 +129,40 @@ class Viewer {
 
   picker() {
     const { state } = this;
-    const select = (label, options, chosen, choose) => el("label", {}, label, el("select", {
-      change: (event) => choose(Number(event.target.value)),
-    }, options.map(([value, text]) => el("option", { value, selected: value === chosen }, text))));
-    const steps = [...new Set(this.run.episodes.map((e) => e.step))];
-    const first = (step) => this.run.episodes.findIndex((e) => e.step === step);
+    const select = (label, focus, options, choose) => el("label", {}, label, el("select", {
+      "data-focus": focus, change: (event) => choose(Number(event.target.value)),
+    }, options));
+    const { episodes } = this.run, steps = [...new Set(episodes.map((e) => e.step))];
+    const label = (e) => `reward ${number(e.reward)}, ${count(e.calls.length, "call")}: ${cut(asked(this.run, e) || e.id, 90)}`;
+    const groups = steps.map((step) => el("optgroup", { label: `Step ${step}` }, episodes.map((e, i) => (e.step === step
+      ? el("option", { value: i, selected: i === state.episode }, label(e)) : null))));
+    const move = (text, by, title) => el("button", { type: "button", title, "aria-label": title, "data-focus": `episode${by}`,
+      disabled: state.episode + by < 0 || state.episode + by >= episodes.length, click: () => this.go({ episode: state.episode + by, call: 0 }) }, text);
     return el("div", { class: "bar picker" },
-      this.runs.length > 1 ? select("Run", this.runs.map(([run, i]) => [i, run.name]), state.run, (run) => this.go({ run })) : null,
-      select("Step", steps.map((step) => [step, step]), this.episode.step, (step) => this.go({ episode: first(step), call: 0 })),
-      el("div", { class: "pills", role: "group", "aria-label": "Episode" }, this.run.episodes.map((e, i) => (e.step === this.episode.step
-        ? el("button", { type: "button", "aria-pressed": String(i === state.episode), click: () => this.go({ episode: i, call: 0 }) },
-          `reward ${number(e.reward)}`, el("small", {}, ` ${count(e.calls.length, "call")}`)) : null))));
+      this.runs.length > 1 ? select("Run", "run", this.runs.map(([run, i]) => el("option", { value: i, selected: i === state.run }, run.name)), (run) => this.go({ run, episode: 0, call: 0 })) : null,
+      el("div", { class: "which" }, select("Episode", "episode", groups, (episode) => this.go({ episode, call: 0 })),
+        move("‹", -1, "previous episode (⇧←)"), move("›", 1, "next episode (⇧→)")));
   }
 
   about() {
-    const e = this.episode;
-    const questions = e.questions.map(([text, answers]) => el("li", {}, text, " ", el("b", {}, answers.join(" or "))));
+    const e = this.episode, text = asked(this.run, e);
+    const questions = e.questions.map(([question, answers]) => el("li", {}, highlighted(question, this.find), " ", el("b", {}, highlighted(answers.join(" or "), this.find))));
     return el("div", { class: "about" },
-      el("p", {}, el("code", {}, e.id), e.rule ? [" · memory rule ", el("code", {}, e.rule)] : null,
-        ` · reward ${number(e.reward)} · ${count(e.calls.reduce((n, c) => n + c.sampled, 0), "sampled token")}`),
-      questions.length ? el("ol", { class: "questions" }, questions) : null);
+      questions.length ? el("ol", { class: "questions" }, questions) : text ? el("p", { class: "asked" }, highlighted(cut(text, 600), this.find)) : null,
+      el("p", { class: "says" }, `step ${e.step} · reward ${number(e.reward)} · ${count(e.calls.reduce((n, c) => n + c.sampled, 0), "sampled token")}`,
+        e.rule ? [" · memory rule ", el("code", {}, e.rule)] : null, " · ", el("code", {}, e.id)));
   }
 
   // A bar per call, to scale, and under it the flattened history, which grows while the agent's context does not.
   map() {
     const most = Math.max(...this.episode.calls.map((c) => Math.max(c.begin, c.prompt) + c.sampled));
     const part = (kind, n) => el("i", { class: kind, "--share": `${100 * n / most}%` });
-    const rows = this.episode.calls.map((call, t) => el("button", {
-      type: "button", class: "row", "aria-pressed": String(t === this.state.call), click: () => this.go({ call: t }),
+    const rows = this.reader.calls.map((call, t) => el("button", {
+      type: "button", class: "row", "data-focus": `call${t}`, "aria-pressed": String(t === this.state.call), click: () => this.go({ call: t }),
     }, el("span", { class: "name" }, `Call ${t}`, purpose(call), el("small", {}, call.purpose ? "" : action(this.text(call)))),
     el("span", { class: "bars" },
-      el("span", { class: "real" }, call.read.map((p) => part(p.kind, size(p))), part("sampled", call.sampled)),
-      el("span", { class: "flat" }, call.flattened.map((p) => part(p.at === null ? "unseen" : p.at === p.flat ? "same" : "moved", size(p))), part("sampled", call.sampled))),
+      el("span", { class: "real" }, call.read.map((p) => part(p.kind, p.n)), part("sampled", call.sampled)),
+      el("span", { class: "flat" }, call.flattened.map((p) => part(p.at === null ? "unseen" : p.at === p.flat ? "same" : "moved", p.n)), part("sampled", call.sampled))),
     el("span", { class: "sizes" }, call.prompt.toLocaleString("en"), el("small", {}, ` / ${call.begin.toLocaleString("en")}`))));
     const keys = [["prefix", "stable prefix"], ["memory", "memory"], ["observation", "observation"], ["sampled", "sampled"], ["unseen", "thin bar: only in the flattened history"], ["moved", "at another position there"]];
     return el("div", { class: "map" }, el("div", { class: "legend" }, keys.map(([kind, text]) => el("span", { class: `key ${kind}` }, text)),
@@ -121,14 +171,14 @@ class Viewer {
 
   walk() {
     const { state, episode } = this;
-    const button = (text, by, title) => el("button", { type: "button", title, disabled: state.call + by < 0 || state.call + by >= episode.calls.length,
+    const button = (text, by, title) => el("button", { type: "button", title, "aria-label": title, "data-focus": `walk${by}`, disabled: state.call + by < 0 || state.call + by >= episode.calls.length,
       click: () => this.go({ call: state.call + by }) }, text);
     return el("div", { class: "bar walk" }, button("‹", -1, "previous call (←)"), el("h3", {}, `Call ${state.call}`, el("small", {}, ` (0 to ${episode.calls.length - 1})`)), purpose(this.call),
       button("›", 1, "next call (→)"), el("span", { class: "hint" }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " calls, with ", el("kbd", {}, "⇧"), " episodes"));
   }
 
   text(call) {
-    return this.reader.sampled(call).map((id) => this.reader.word(id)).join("");
+    return this.reader.sampled(call).filter((id) => !this.reader.special.has(id)).map((id) => this.reader.word(id)).join("");
   }
 
   wrote() {
@@ -140,14 +190,32 @@ class Viewer {
       el("div", { class: "bar" }, el("h4", {}, "What it wrote"), choice("Colour of tokens", options, state.colour, (colour) => this.go({ colour }))),
       el("p", { class: "says" }, COLOURS[state.colour].description, " ", stats.map(([name, v]) => `${name} ${number(v)}`).join(", "),
         call.stop === "length" ? " · cut off at the token limit" : "", call.trainable ? "" : " · not trained on"),
-      this.ramp(), el("div", { class: "chips", tabindex: "-1" }, this.reader.sampled(call).map((id, k) => this.chip(id, k))));
+      this.ramp(), el("div", { class: "chips", tabindex: "-1" }, this.chips()));
   }
 
-  chip(id, k) {
+  // The sampled tokens; those of a tool's call stand in a box.
+  chips() {
+    const ids = this.reader.sampled(this.call), passage = new Passage(this.reader, ids, "assistant"), made = [];
+    const found = new Set(this.find ? [...passage.text.matchAll(this.find)].flatMap((m) => ids.map((_, k) => k).filter((k) => passage.starts[k] < m.index + m[0].length && passage.starts[k + 1] > m.index)) : []);
+    const boxes = passage.marks.filter((mark) => mark.kind === "call");
+    let last = null, box = null;
+    ids.forEach((id, k) => {
+      const mark = boxes.find((m) => m.start <= passage.starts[k] && passage.starts[k] < m.end) || null;
+      if (mark !== last) {
+        box = mark && el("div", { class: "tool call" }, el("div", { class: "label" }, mark.label));
+        if (box) made.push(box);
+        last = mark;
+      }
+      (box ? (chip) => box.append(chip) : (chip) => made.push(chip))(this.chip(id, k, found.has(k)));
+    });
+    return made;
+  }
+
+  chip(id, k, found) {
     const { call, state } = this;
     const value = call[state.colour] ? call[state.colour][k] : null;
     const word = this.reader.word(id);
-    return el("span", { class: `chip ${tint(state.colour, value)}`, "data-k": k, tabindex: "0", "--deep": depth(value, this.scale) },
+    return el("span", { class: `chip ${tint(state.colour, value)}${this.reader.special.has(id) ? " special" : ""}${found ? " found" : ""}`, "data-k": k, tabindex: "0", "--deep": depth(value, this.scale) },
       word === "" ? "∅" : word.replaceAll("\n", "↵\n"));
   }
 
@@ -188,7 +256,7 @@ class Viewer {
     const p = call.logp && known(call.logp[k]) ? `, p ${number(Math.exp(call.logp[k]))}` : "";
     showTip(event, el("b", { class: "mono" }, JSON.stringify(this.reader.word(id))), el("dl", {},
       row("log p", call.logp, p), row("advantage", call.advantage), row("value", call.value), row("divergence", call.divergence, taught),
-      el("div", {}, el("dt", {}, "position"), el("dd", {}, `${call.prompt + k}`)), el("div", {}, el("dt", {}, "token id"), el("dd", {}, `${id}`))));
+      el("div", {}, el("dt", {}, "position"), el("dd", {}, `${call.prompt + k}`)), el("div", {}, el("dt", {}, "token id"), el("dd", {}, `${this.reader.vocabulary.ids[id]}`))));
   }
 }
 
@@ -205,11 +273,29 @@ function purpose(call) {
   return call.purpose ? el("span", { class: "purpose", title: "this call was not an action of the agent" }, call.purpose) : null;
 }
 
-// What a response does, in a few words, according to the protocol's tags.
+// What a response does, in a few words: the protocol's tags, a tool's call, or how the text begins.
 function action(text) {
   for (const tag of ["search", "answer"]) {
     const found = text.match(new RegExp(`<${tag}>([^]*?)(</${tag}>|$)`));
     if (found) return `${tag}: ${found[1].trim()}`;
   }
-  return "no action";
+  const calls = marks(text, []).filter((mark) => mark.kind === "call");
+  if (calls.length) return calls.map((mark) => `${mark.label.replace("Tool call: ", "")} ${text.slice(...mark.body).match(/"(?:arguments|parameters)"\s*:\s*([^]*)\}/)?.[1].trim() ?? ""}`).join("; ");
+  return cut(text.trim(), 80) || "no text";
+}
+
+// What an episode was asked: its questions, or else the last message of the user in its first prompt.
+const ASKED = new Map();
+
+function asked(run, episode) {
+  if (!ASKED.has(episode)) {
+    const reader = readerOf(run, episode);
+    ASKED.set(episode, episode.questions.map(([text]) => text).join(" ") || lastUser(reader.prompt(reader.calls[0])));
+  }
+  return ASKED.get(episode);
+}
+
+function cut(text, most) {
+  const line = text.replace(/\s+/g, " ");
+  return line.length > most ? `${line.slice(0, most - 1)}…` : line;
 }
