@@ -159,9 +159,9 @@ RECORDED = {
             for r in made["representations"]
         ),
         *(
-            f"| {t['when']} | {t['decisions']:,} | {100 * t['top1']:.2f} | {t['top1_changed']:,} | "
+            f"| {t['calls']} | {t['decisions']:,} | {100 * t['top1']:.2f} | {t['top1_changed']:,} | "
             f"{t['p99_logprob']:.3g} | {t['mean_kl']:.3g} |"
-            for t in made["teacher"]
+            for t in (*made["student"], *made["teacher"])
         ),
     ],
     "corruption": lambda made: [
@@ -171,8 +171,9 @@ RECORDED = {
     ],
     "rules": lambda made: [
         f"| {rule} | {r['calls']} | {r['decisions']:,} | {r['p99_logprob_error']:.2e} | "
-        f"{r['floor_p99_logprob_error']:.2e} | {100 * r['top1_agreement']:.2f} | {100 * r['false_clip']:.2f} |"
-        for rule, r in made["rules"].items()
+        f"{r['floor_p99_logprob_error']:.2e} | {r['own_p99_logprob_error']:.2e} | {100 * r['top1_agreement']:.2f} |"
+        for rule, reports in made["rules"].items()
+        for r in (reports["float32"], reports["bfloat16"])
     ],
     "domain": lambda made: [
         f"| {made['sampled'] + extra:,} | {extra:,} | {extra / made['sampled']:.2f} |"

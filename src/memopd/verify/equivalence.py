@@ -37,7 +37,6 @@ class EquivalenceReport:
     passed: bool
     attention: str
     dtype: str
-    precise: str  # the precision of the more precise run; empty in float64
     shared: bool  # False: the model cannot share rows and ran call by call
     calls: int
     decisions: int
@@ -50,9 +49,6 @@ class EquivalenceReport:
     false_clip: float
     floor_max_logit_error: float  # alone against a right-padded batch: the effect of batching itself
     floor_p99_logprob_error: float
-    floor_top1_agreement: float
-    own_p99_logprob_error: float | None  # alone against the more precise run; None if there is none, as in float64
-    own_top1_agreement: float | None
     logit_scale: float  # the largest |logit| of the reference
     error: float  # compared with the tolerance: packed against more precise, or against alone in float64
     tolerance: float
@@ -60,6 +56,11 @@ class EquivalenceReport:
     worst_call: int
     worst_position: int  # of the sampled token within its completion
     problems: tuple[str, ...] = ()  # errors in the packs themselves
+    # Results that were recorded earlier lack these.
+    precise: str = ""  # the precision of the more precise run; empty if there is none, as in float64
+    floor_top1_agreement: float | None = None
+    own_p99_logprob_error: float | None = None  # alone against the more precise run
+    own_top1_agreement: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
