@@ -57,7 +57,10 @@ EOS = tokenizer().eos_token_id if TOKENIZERS.is_dir() else 0
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 CALL = '{"name": "f", "arguments": {}}'
-marks = st.sampled_from([OPEN, CLOSE, CALL, "\n", "{", "}", '"name": "f"', ', "arguments": {}', '"', "\\", "NaN"])
+WHOLE = f"\n{OPEN}{CALL}{CLOSE}"
+marks = st.sampled_from(
+    [WHOLE, WHOLE, OPEN, CLOSE, CALL, "\n", "{", "}", '"name": "f"', ', "arguments": {}', '"', "\\", "NaN"]
+)
 any_text = st.lists(st.one_of(st.text(max_size=8), marks), max_size=14).map("".join)
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
@@ -241,7 +244,21 @@ def test_sampled_ids_stand_in_for_calls_that_the_template_writes_anew(spell, tai
 )
 def test_other_calls_are_what_the_client_sent(message):
     messages = [user("2+2?"), message, TOOL]
-    assert ids_of(messages, [reply([*encode(tokenizer(), SAID), EOS])]) == encode(tokenizer(), rendered(*messages))
+    replies = [reply([*encode(tokenizer(), SAID), EOS])]
+    ids = ids_of(messages, replies)
+    assert ids == encode(tokenizer(), rendered(*messages))
+    assert drift(tokenizer(), ids, replies, messages) == History()
+
+
+def test_a_template_that_changes_calls_is_left_alone():
+    """It writes the first of two calls, so the prompt does not have what the model said."""
+    short = copy(tokenizer())
+    short.chat_template = short.chat_template.replace("in message.tool_calls %}", "in message.tool_calls[:1] %}")
+    messages = [user("2+2?"), assistant("I add.", ("add", {"a": 2}), ("add", {"a": 3})), TOOL]
+    said = [reply([*encode(tokenizer(), SAID + SAID.removeprefix("I add.").replace("2", "3")), EOS])]
+    ids = chat_ids(short, messages, said, form=form(), options={"tools": [ADD.for_template()]})
+    assert ids == encode(tokenizer(), rendered(messages[0], assistant("I add.", ("add", {"a": 2})), TOOL))
+    assert drift(tokenizer(), ids, said, messages) == History(1, 1, None)
 
 
 def test_calls_that_cannot_be_put_back_have_drifted():
