@@ -5,6 +5,7 @@ const KINDS = {
 };
 const LETTERS = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind[0], kind]));
 const LONG = 3000; // characters of a new text before its middle is folded
+const FEW = 40; // tokens: a fold of fewer saves no lines
 const HEAD = 120, TAIL = 160; // tokens that then stay in view
 
 // An episode as the page reads it: ids from the pool of its run, pieces with names.
@@ -69,7 +70,7 @@ function short(passage, from, to, find, tag = "div") {
 
 // Text in view; of a long one its beginning and its end, where the question is.
 function open(passage, from, to, find) {
-  const first = passage.outside(Math.min(to, from + HEAD)), last = passage.outside(Math.max(from, to - TAIL));
+  const first = passage.outside(Math.min(to, from + HEAD)), last = passage.outside(Math.max(from, to - TAIL), false);
   if (passage.visible(from, to) <= LONG || first >= last) return el("div", { class: "text" }, passage.nodes(from, to, find));
   const middle = passage.text.slice(passage.starts[first], passage.starts[last]);
   return el("div", { class: "text" }, passage.nodes(from, first, find),
@@ -100,13 +101,18 @@ function titleOf(piece) {
   return KINDS[piece.kind];
 }
 
-// The pieces of a prompt, cut where an unchanged span begins or ends.
-function partsOf(call) {
-  const cuts = new Set(call.before.flat());
+// What of a prompt is folded: its unchanged spans, less the tools that they cut in two, without those of a few tokens.
+function foldsOf(call, passage) {
+  return call.before.map(([from, to]) => [passage.outside(from), passage.outside(to, false)]).filter(([from, to]) => to - from >= FEW);
+}
+
+// The pieces of a prompt, cut where a fold begins or ends.
+function partsOf(call, passage) {
+  const folds = foldsOf(call, passage), cuts = folds.flat();
   return call.read.flatMap((piece) => {
-    const bounds = [piece.at, ...[...cuts].filter((at) => at > piece.at && at < piece.at + piece.n).sort((a, b) => a - b), piece.at + piece.n];
+    const bounds = [piece.at, ...cuts.filter((at) => at > piece.at && at < piece.at + piece.n), piece.at + piece.n];
     return bounds.slice(1).map((stop, i) => ({
-      ...piece, at: bounds[i], n: stop - bounds[i], fresh: !call.before.some(([from, to]) => from <= bounds[i] && stop <= to),
+      ...piece, at: bounds[i], n: stop - bounds[i], fresh: !folds.some(([from, to]) => from <= bounds[i] && stop <= to),
     }));
   });
 }
@@ -123,7 +129,7 @@ function readColumn(call, t, reader, find, wrote) {
   };
   const shown = (piece) => block(piece.kind, titleOf(piece), `${count(piece.n, "token")}, ${span(piece.at, piece.n)}`,
     open(passage, piece.at, piece.at + piece.n, find));
-  for (const piece of partsOf(call)) {
+  for (const piece of partsOf(call, passage)) {
     if (!piece.fresh) {
       seen.push(piece);
       continue;

@@ -25,6 +25,7 @@ function marks(text, specials, role = null) {
   messages.forEach((message, i) => {
     const end = i + 1 < messages.length ? messages[i + 1].start : text.length;
     const tools = TOOLS.flatMap((tool) => toolsOf(text, tool, message, end, stop));
+    if (message.role === "assistant") tools.push(...bareCalls(text, message.start, stop(message.start, end)));
     if (!tools.length && TOOL_ROLES.has(message.role)) {
       const body = [message.start + text.slice(message.start).match(/^\n*/)[0].length, stop(message.start, end)];
       if (body[0] < body[1]) tools.push({ kind: "result", start: body[0], end: body[1], body, label: "Tool result" });
@@ -46,6 +47,31 @@ function toolsOf(text, [kind, opening, closing], message, end, stop) {
     found.push({ kind, start, end: until === closed ? closed + closing.length : until, body: [from, until], label: toolLabel(kind, said) });
   }
   return found;
+}
+
+// Calls without tags around them, which small models write and clients accept: {"name": "...", "arguments": {...}}.
+function bareCalls(text, from, end) {
+  const found = [], opening = /\{\s*"name"\s*:\s*"[^"\n]{1,80}"\s*,\s*"(arguments|parameters)"\s*:/g;
+  for (const { index } of text.slice(from, end).matchAll(opening)) {
+    const start = from + index, until = closing(text, start, end);
+    found.push({ kind: "call", start, end: until, body: [start, until], label: toolLabel("call", text.slice(start, until)) });
+  }
+  return found;
+}
+
+// Where the braces that open at `start` are closed again, outside of strings.
+function closing(text, start, end) {
+  let depth = 0, quoted = false;
+  for (let at = start; at < end; at += 1) {
+    const letter = text[at];
+    if (quoted && letter === "\\") at += 1;
+    else if (letter === '"') quoted = !quoted;
+    else if (!quoted && (letter === "{" || letter === "}")) {
+      depth += letter === "{" ? 1 : -1;
+      if (!depth) return at + 1;
+    }
+  }
+  return end;
 }
 
 function toolLabel(kind, said) {
@@ -135,11 +161,11 @@ class Passage {
     return this.marks.filter((m) => m.kind === "definitions").reduce((n, m) => n - Math.max(0, Math.min(end, m.end) - Math.max(start, m.start)), end - start);
   }
 
-  // The token nearest to `token` at which no tool is cut in two.
-  outside(token) {
+  // The first token from here on, or the last up to here, at which no tool is cut in two.
+  outside(token, onward = true) {
     const at = this.starts[token], mark = this.marks.find((m) => m.start < at && at < m.end);
     if (!mark) return token;
-    return this.starts.findIndex((start) => start >= mark.end);
+    return onward ? this.starts.findIndex((start) => start >= mark.end) : this.starts.findLastIndex((start) => start <= mark.start);
   }
 }
 

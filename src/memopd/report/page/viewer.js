@@ -279,7 +279,7 @@ function action(text) {
     const found = text.match(new RegExp(`<${tag}>([^]*?)(</${tag}>|$)`));
     if (found) return `${tag}: ${found[1].trim()}`;
   }
-  const calls = marks(text, []).filter((mark) => mark.kind === "call");
+  const calls = marks(text, [], "assistant").filter((mark) => mark.kind === "call");
   if (calls.length) return calls.map((mark) => `${mark.label.replace("Tool call: ", "")} ${text.slice(...mark.body).match(/"(?:arguments|parameters)"\s*:\s*([^]*)\}/)?.[1].trim() ?? ""}`).join("; ");
   return cut(text.trim(), 80) || "no text";
 }
