@@ -31,7 +31,7 @@ def say(episode: str, prompt: str) -> str:
 
 
 def say_example(prompt: str) -> str:
-    """The same for examples/tool_agent.py: two look-ups in one turn, a sum, and the answer."""
+    """The same for examples/tool_agent.py: two look-ups in one turn, a sum as bare JSON, and the answer."""
     dialogue = prompt.partition("<|im_end|>")[2]
     results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", dialogue)
     if "extract" in dialogue.lower():
@@ -40,7 +40,8 @@ def say_example(prompt: str) -> str:
         rivers = re.search(r"rivers (\w+) and (\w+) together", dialogue).groups()
         return "\n".join(_call("length_of", river=river) for river in rivers)
     if len(results) == 2:
-        return _call("add", first=int(results[0]), second=int(results[1]))
+        call = _call("add", first=int(results[0]), second=int(results[1]))
+        return call.removeprefix(BEGIN).removesuffix(END).strip()
     return f"Together they are {results[-1]} km long."
 
 

@@ -133,6 +133,10 @@ def test_recorded_ids_are_those_of_the_engine_and_of_the_answers(played, episode
     for (_, sampled), (_, said) in zip(recorded, played.said[episode], strict=True):
         assert sampled == said[: len(sampled)]
         assert len(sampled) == len(said) or episode.startswith("mem1")  # which stops at a stop string
+    if episode in BYTEWISE:  # ids of a text that was encoded again would differ
+        assert all(
+            sampled[:-1] != encode(played.tokenizer, played.tokenizer.decode(sampled[:-1])) for _, sampled in recorded
+        )
     if shown := played.shown[episode]["ids"]:
         assert [(prompt, sampled) for prompt, sampled in shown] == recorded
 
@@ -174,7 +178,8 @@ def test_the_audit_passes(played):
     ended = subprocess.run([sys.executable, "-m", "memopd.cli", *audit], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads(ended.stdout)
-    print(json.dumps(report)[:3000])
+    assert report["passed"]
+    assert report["episodes"] == len(AGENTS)
 
 
 def test_a_summary_is_marked_and_not_trained_on(played):
@@ -194,7 +199,7 @@ def test_the_example_records_an_agent_that_summarises(played, tmp_path):
         example = [python, HERE.parents[1] / "examples" / "tool_agent.py", url, "tiny"]
         ended = subprocess.run(example, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.endswith("12 episodes, mean reward 1.00\n"), ended.stdout
+    assert ended.stdout.endswith("6 episodes, mean reward 1.00\n"), ended.stdout
     episodes = list(read_episodes(tmp_path))
     assert {len(e.calls) for e in episodes} == {4}  # look-ups, sum, summary, answer
     assert {e.calls[2].purpose for e in episodes} == {"summary"}

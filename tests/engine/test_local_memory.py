@@ -91,7 +91,7 @@ def test_a_failure_frees_the_cache_while_its_error_is_kept(monkeypatch):
         raise RuntimeError("in the middle of a pass")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_draw", broken)
+        patch.setattr("memopd.engine.local.engine.draw_tokens", broken)
         with pytest.raises(RuntimeError, match="in the middle") as kept:
             engine.generate([request])
     assert engine.cache_bytes == 0

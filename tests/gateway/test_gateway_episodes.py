@@ -29,9 +29,11 @@ def recorded(episode: str, number: int, length: int = 30, **changes: object) -> 
 def test_a_record_comes_back_as_it_was(tmp_path):
     ledger = Ledger(tmp_path)
     aborted = Call([1], [2, 3], None, StopReason.ABORTED)
+    note = Call([1], [2, 3], [-1.0, -2.0], StopReason.STOP, trainable=False, purpose="note")
     given = [
         recorded("e", 0, shown=7, history=History(3, 1, 417)),
         recorded("e", 1, call=aborted, sampling=Sampling(top_p=0.5, top_k=3), seed=None),
+        recorded("e", 2, call=note),
     ]
     for r in given:
         ledger.add(r).result(10)
@@ -42,7 +44,7 @@ def test_a_record_comes_back_as_it_was(tmp_path):
         for field in ("episode", "number", "sampling", "seed", "started", "ended", "shown", "history"):
             assert getattr(back, field) == getattr(r, field)
         assert back.call.prompt.flags.aligned
-    assert ledger.next_number() == 2
+    assert ledger.next_number() == 3
     ledger.close()
 
 
