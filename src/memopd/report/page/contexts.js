@@ -69,7 +69,7 @@ function short(passage, from, to, find, tag = "div") {
 }
 
 // Text in view; of a long one its beginning and its end, where the question is.
-function open(passage, from, to, find) {
+function inView(passage, from, to, find) {
   const first = passage.outside(Math.min(to, from + HEAD)), last = passage.outside(Math.max(from, to - TAIL), false);
   if (passage.visible(from, to) <= LONG || first >= last) return el("div", { class: "text" }, passage.nodes(from, to, find));
   const middle = passage.text.slice(passage.starts[first], passage.starts[last]);
@@ -103,7 +103,9 @@ function titleOf(piece) {
 
 // What of a prompt is folded: its unchanged spans, less the tools that they cut in two, without those of a few tokens.
 function foldsOf(call, passage) {
-  return call.before.map(([from, to]) => [passage.outside(from), passage.outside(to, false)]).filter(([from, to]) => to - from >= FEW);
+  const starts = new Set(call.read.map((piece) => piece.at));
+  return call.before.map(([from, to]) => [starts.has(from) ? from : passage.line(from), to])
+    .map(([from, to]) => [passage.outside(from), passage.outside(to, false)]).filter(([from, to]) => to - from >= FEW);
 }
 
 // The pieces of a prompt, cut where a fold begins or ends.
@@ -128,7 +130,7 @@ function readColumn(call, t, reader, find, wrote) {
     seen = [];
   };
   const shown = (piece) => block(piece.kind, titleOf(piece), `${count(piece.n, "token")}, ${span(piece.at, piece.n)}`,
-    open(passage, piece.at, piece.at + piece.n, find));
+    inView(passage, piece.at, piece.at + piece.n, find));
   for (const piece of partsOf(call, passage)) {
     if (!piece.fresh) {
       seen.push(piece);

@@ -9,6 +9,8 @@ const TOOLS = [ // kind, opening, closing; without a closing, the next special t
   ["result", "<tool_response>", "</tool_response>"], ["result", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
 ];
 
+const NEAR = 24; // tokens
+
 // The roles and tools of a text, in order: [{ kind, start, end, body: [start, end], label }]. `specials`: [start, end] of
 // every special token. `role`: who speaks where no special token has said it yet.
 function marks(text, specials, role = null) {
@@ -159,6 +161,12 @@ class Passage {
   visible(from, to) {
     const [start, end] = [this.starts[from], this.starts[to]];
     return this.marks.filter((m) => m.kind === "definitions").reduce((n, m) => n - Math.max(0, Math.min(end, m.end) - Math.max(start, m.start)), end - start);
+  }
+
+  // The token near here with which a line begins, if there is one, so that a fold does not begin within a sentence.
+  line(token) {
+    const found = this.starts.slice(token, token + NEAR).findIndex((start) => this.text[start - 1] === "\n");
+    return found < 0 ? token : token + found;
   }
 
   // The first token from here on, or the last up to here, at which no tool is cut in two.

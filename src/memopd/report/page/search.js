@@ -11,7 +11,7 @@ function pattern(typed) {
 // The texts of an episode, and the call that shows each: [[call, text], ...].
 function textsOf(run, episode) {
   const reader = readerOf(run, episode), { calls } = reader;
-  const decode = (ids) => ids.map((id) => reader.word(id)).join("");
+  const decode = (ids) => ids.map((id) => (reader.special.has(id) ? "\n" : reader.word(id))).join("");
   const found = episode.questions.map(([text, answers]) => [0, `${text} ${answers.join(" or ")}`]);
   found.push([0, `${episode.id} ${episode.task}`]);
   calls.forEach((call, t) => {
