@@ -41,6 +41,10 @@ AGENTS = {  # the episodes of each agent
     "verifiers": ("openai-2", ["verifiers_chat", "verifiers_messages", "verifiers_responses"]),
 }
 EPISODES = [episode for _, episodes in AGENTS.values() for episode in episodes]
+NO_IDS = {  # messages and responses have no field for ids, and litellm drops it from streams
+    "openai_responses", "openai_responses_stream", "anthropic", "anthropic_stream", "agents_responses",
+    "litellm_stream", "verifiers_messages", "verifiers_responses",
+}  # fmt: skip
 BYTEWISE = {"openai_chat", "anthropic"}  # sampled letter by letter: no text that is encoded again has these ids
 ACTION = re.compile(r"<tool_call>.*?</tool_call>|<search>.*?</search>", re.DOTALL)
 
@@ -137,8 +141,8 @@ def test_recorded_ids_are_those_of_the_engine_and_of_the_answers(played, episode
         assert all(
             sampled[:-1] != encode(played.tokenizer, played.tokenizer.decode(sampled[:-1])) for _, sampled in recorded
         )
-    if shown := played.shown[episode]["ids"]:
-        assert [(prompt, sampled) for prompt, sampled in shown] == recorded
+    shown = [(prompt, sampled) for prompt, sampled in played.shown[episode]["ids"]]
+    assert shown == ([] if episode in NO_IDS else recorded)
 
 
 @pytest.mark.parametrize("episode", EPISODES)
