@@ -41,10 +41,7 @@ AGENTS = {  # the episodes of each agent
     "verifiers": ("openai-2", ["verifiers_chat", "verifiers_messages", "verifiers_responses"]),
 }
 EPISODES = [episode for _, episodes in AGENTS.values() for episode in episodes]
-NO_IDS = {  # messages and responses have no field for ids, and litellm drops it from streams
-    "openai_responses", "openai_responses_stream", "anthropic", "anthropic_stream", "agents_responses",
-    "litellm_stream", "verifiers_messages", "verifiers_responses",
-}  # fmt: skip
+NO_IDS = {"agents_responses", "litellm_stream", "verifiers_messages", "verifiers_responses"}  # they do not ask for ids
 BYTEWISE = {"openai_chat", "anthropic"}  # sampled letter by letter: no text that is encoded again has these ids
 ACTION = re.compile(r"<tool_call>.*?</tool_call>|<search>.*?</search>", re.DOTALL)
 

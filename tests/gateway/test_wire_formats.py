@@ -191,6 +191,23 @@ def streamed(path: str, given: list[dict]) -> tuple[str, list[tuple[str, dict]],
     return text, [(names[n], json.loads(arguments[n])) for n in names], reason
 
 
+@pytest.mark.parametrize("path", FORMATS)
+def test_ids_come_with_the_answer_if_a_client_asks(server, path):
+    episode = server.episode(SAID, SAID, SAID)
+    body = begun(path)
+    assert "token_ids" not in server.post(path, episode, body).text
+    whole = server.post(path, episode, body | {"return_token_ids": True}).json()
+    given = events(server.post(path, episode, body | {"return_token_ids": True, "stream": True}))
+    if path == "messages":
+        first, last = given[0]["message"], next(e for e in given if e["type"] == "message_delta")
+    else:
+        first, last = (given[0], given[-1]) if path == "chat/completions" else [given[-1]["response"]] * 2
+    calls = server.recorded(episode).calls
+    for call, prompt, said in ((calls[1], whole, whole), (calls[2], first, last)):
+        assert prompt["prompt_token_ids"] == call.prompt.tolist()
+        assert (said["choices"][0] if "choices" in said else said)["token_ids"] == call.completion.tolist()
+
+
 BROKEN = f'{OPEN}\n{{"name": "add", "arguments": {{"a":\n{CLOSE}'
 
 

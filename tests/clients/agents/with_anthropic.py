@@ -17,10 +17,12 @@ def play(episode, stream):
     messages = [{"role": "user", "content": QUESTION}]
     for _ in range(6):
         counted = client.messages.count_tokens(messages=messages, **read).input_tokens
-        settings = read | {"max_tokens": 200}
+        settings = read | {"max_tokens": 200, "extra_body": {"return_token_ids": True}}
         if stream:
             with client.messages.stream(messages=messages, **settings) as events:
+                sampled = [event.token_ids for event in events if event.type == "message_delta"]
                 whole = events.get_final_message()
+            ids.append([whole.prompt_token_ids, *sampled])
         else:
             whole = client.messages.create(messages=messages, **settings)
         assert whole.usage.input_tokens == counted

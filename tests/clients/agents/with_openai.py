@@ -42,7 +42,7 @@ def responses(episode, stream):
     ids = []
     api = client(episode, ids).responses
     settings = {"model": MODEL, "tools": [{"type": "function", "strict": False} | t for t in (LOOK_UP, CALCULATE)]}
-    settings |= {"instructions": "Use the tools.", "store": False}
+    settings |= {"instructions": "Use the tools.", "store": False, "extra_body": IDS}
     items = [{"role": "user", "content": QUESTION}]
     for _ in range(6):
         if stream:
@@ -50,6 +50,7 @@ def responses(episode, stream):
                 for _ in events:
                     pass
                 whole = events.get_final_response()
+            ids.append([whole.prompt_token_ids, whole.token_ids])
         else:
             whole = api.create(input=items, **settings)
         calls = [item for item in whole.output if item.type == "function_call"]

@@ -168,6 +168,7 @@ class MessagesRequest(CountRequest):
     top_k: TopK = 0
     stop_sequences: Stops = ()
     stream: bool = False
+    return_token_ids: bool = False  # an extension, as in chat completions
 
     def ask(self) -> Ask:
         return Ask(
@@ -179,7 +180,7 @@ class MessagesRequest(CountRequest):
         )
 
     def answer(self, name: str) -> MessagesAnswer:
-        return MessagesAnswer(f"msg_{name}", self.model)
+        return MessagesAnswer(f"msg_{name}", self.model, self.return_token_ids)
 
 
 # Answers
@@ -189,6 +190,7 @@ class MessagesRequest(CountRequest):
 class MessagesAnswer:
     id: str
     model: str
+    with_ids: bool = False
     call_ids: str = "toolu_"
     _blocks: int = field(default=0, init=False)  # that were begun
     _is_open: bool = field(default=False, init=False)  # whether the text is
@@ -199,10 +201,12 @@ class MessagesAnswer:
             content.insert(0, {"type": "thinking", "thinking": said.reasoning, "signature": ""})
         content += [_use(call) | {"input": call.arguments} for call in said.calls]
         usage = _usage(len(said.prompt), len(said.ids))
-        return self._message(usage) | {"content": content} | _ended(said)
+        ids = {"prompt_token_ids": said.prompt, "token_ids": said.ids} if self.with_ids else {}
+        return self._message(usage) | {"content": content} | _ended(said) | ids
 
     def opening(self, prompt: list[int]) -> list[str]:
-        start = {"type": "message_start", "message": self._message(_usage(len(prompt), 0))}
+        ids = {"prompt_token_ids": prompt} if self.with_ids else {}
+        start = {"type": "message_start", "message": self._message(_usage(len(prompt), 0)) | ids}
         return [event(start, "message_start"), event({"type": "ping"}, "ping")]
 
     def piece(self, text: str) -> list[str]:
@@ -221,7 +225,8 @@ class MessagesAnswer:
             events.append(self._start(_use(call) | {"input": {}}))
             events += [self._delta({"type": "input_json_delta", "partial_json": call.json}), self._stop()]
         usage = _usage(len(said.prompt), len(said.ids))
-        last = {"type": "message_delta", "delta": _ended(said), "usage": usage}
+        last: Json = {"type": "message_delta", "delta": _ended(said), "usage": usage}
+        last |= {"token_ids": said.ids} if self.with_ids else {}
         return [*events, event(last, "message_delta"), event({"type": "message_stop"}, "message_stop")]
 
     def failure(self, error: ApiError) -> list[str]:

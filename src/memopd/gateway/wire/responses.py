@@ -109,6 +109,7 @@ class ResponsesRequest(Shape):
     metadata: dict[str, Any] = Field(default_factory=dict)
     stream: bool = False
     chat_template_kwargs: Template = Field(default_factory=dict)  # an extension of vLLM
+    return_token_ids: bool = False  # an extension, as in chat completions
 
     previous_response_id: Annotated[Any, only(None)] = None
     conversation: Annotated[Any, only(None)] = None
@@ -207,7 +208,8 @@ class ResponsesAnswer:
         }
         ended = {"completed_at": int(time.time())} if finished else {}
         details = None if finished else {"reason": "max_output_tokens"}
-        return self._response(status) | ended | {"output": output, "usage": usage, "incomplete_details": details}
+        ids = {"prompt_token_ids": said.prompt, "token_ids": said.ids} if self.request.return_token_ids else {}
+        return self._response(status) | ended | {"output": output, "usage": usage, "incomplete_details": details} | ids
 
     def opening(self, prompt: list[int]) -> list[str]:
         begun = self._response("in_progress")
