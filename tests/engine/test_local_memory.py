@@ -54,6 +54,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow  # it commits two gigabytes; the cache itself is tested below
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_short_calls_commit_little_of_a_long_cache():
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True)

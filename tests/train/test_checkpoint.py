@@ -26,7 +26,7 @@ def run(output, ranks: int, *more: str) -> None:
         assert ended.code == 0, ended.err
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("first", "then"), [pytest.param(2, 1, marks=pytest.mark.slow), (1, 2)])
 def test_saved_with_some_ranks_and_resumed_with_others(first, then, tmp_path):
     run(tmp_path / "run", first)
     saved = tmp_path / "run" / "checkpoints" / "step-000002"

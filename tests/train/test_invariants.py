@@ -61,7 +61,9 @@ CLASSES = [
 ]
 # What differs for another loss is its sum over packs. tests/train/test_update.py has that in small.
 SLOW = [("persistent, two ranks", "persistent"), *((f"gspo, {a}", f"gspo, {b}") for a, b in CLASSES[:4])]
-CLASSES += [(f"lora, {a}", f"lora, {b}") for a, b in CLASSES if a in LORA_ARMS]
+# Adapters shard and recompute as all weights do; test_checkpointing_computes_the_very_same has them in `make test`.
+SLOW += [(f"lora, {a}", f"lora, {b}") for a, b in CLASSES if a in ("two ranks", "checkpointing")]
+CLASSES += [tuple(f"lora, {arm}" for arm in PACKED)]
 CLASSES += [pytest.param(pair, marks=pytest.mark.slow) for pair in SLOW]
 KERNELS = ["dense", pytest.param("cascade", marks=pytest.mark.slow)]
 
@@ -163,7 +165,7 @@ def test_checkpointing_computes_the_very_same(kind, kernel):
     ("pair", "change"),
     [
         (PACKED, "a_row_sees_one_too_many"),
-        (("budget 16k", "packed"), "a_mean_over_each_pack"),
+        pytest.param(("budget 16k", "packed"), "a_mean_over_each_pack", marks=pytest.mark.slow),  # as the next one
         (("accumulated 1 x 8", "packed"), "a_mean_over_each_pack"),
         pytest.param(("gspo, accumulated 1 x 8", "gspo, packed"), "a_mean_over_each_pack", marks=pytest.mark.slow),
         pytest.param(("gspo, budget 16k", "gspo, packed"), "a_ratio_of_each_pack", marks=pytest.mark.slow),

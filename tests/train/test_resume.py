@@ -63,7 +63,7 @@ def disturb(output: Path, instants: list[float]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("life", range(3))
+@pytest.mark.parametrize("life", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_and_resumed(life, tmp_path):
     whole, seconds = undisturbed()
     instant = random.uniform(life / 3, (life + 1) / 3) * seconds  # early, in the middle, late: anywhere
