@@ -174,6 +174,7 @@ def test_the_loss_is_the_equation():
     scored, guides = score_batches(learner, batches, decode)
     terms, _ = make_terms(batches, scored, learner.algorithm)
     (batch,), (known,), (guide,) = batches, terms, guides
+    torch.manual_seed(0)
     known = replace(known, logp_old=known.logp_old + 0.3 * torch.randn(len(batch)))  # some ratios are clipped
     guide = replace(guide, mask=torch.rand(len(batch)) < 0.5)
 
@@ -212,6 +213,7 @@ def test_the_loss_of_gspo_is_a_mean_over_the_calls():
     assert len(batch.work) > 2
     scored, _ = score_batches(learner, batches, decode)
     (known,), _ = make_terms(batches, scored, learner.algorithm)
+    torch.manual_seed(0)
     known = replace(known, logp_old=known.logp_old + 0.2 * torch.randn(len(batch)))
 
     (whole,) = mini_batch(batch.episodes, 100_000).work
@@ -236,7 +238,8 @@ def test_the_loss_of_gspo_is_a_mean_over_the_calls():
 
     learner = replace(learner, actor_optimiser=Taken(learner.student.parameters()))
     measured = update_actor(learner, batch, known)
-    assert measured["loss_ppo"] == pytest.approx(loss.item(), rel=1e-4)
+    size = torch.stack(losses).abs().mean().item()  # the terms have both signs, and their sum may be near 0
+    assert measured["loss_ppo"] == pytest.approx(loss.item(), rel=0, abs=1e-5 * size)
     assert 0 < measured["clip_fraction"] < 1
     assert measured["clip_fraction"] == pytest.approx(clipped / len(batch))
     for (name, got), want in zip(taken.items(), expected, strict=True):

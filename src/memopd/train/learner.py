@@ -14,7 +14,7 @@ from torch import Tensor
 from memopd.config import RunConfig
 from memopd.files import whole_folder, write_digests
 from memopd.models.adapters import save_adapter
-from memopd.models.load import check_same_tokenizer
+from memopd.models.load import check_model_folder, check_same_tokenizer
 from memopd.score import Divergence, Head, divergence_of
 from memopd.train import checkpoint, ranks
 from memopd.train.algorithms import Algorithm, algorithm_of, needs_group
@@ -60,6 +60,8 @@ def build(config: RunConfig, device: torch.device) -> Learner:
         raise ValueError("model.student: name a model folder or hub name to train")
     algorithm, divergence, guided = algorithm_of(o), divergence_of(config.teacher.divergence), is_guided(config)
     if guided:
+        for path in (m.student, m.teacher):
+            check_model_folder(path)  # a wrong path is not a missing tokenizer
         check_same_tokenizer(m.student, m.teacher)
     load = roots_over_one_base if config.lora.rank else separate_roots
     roots = load(config, device, algorithm.needs_critic, guided)
