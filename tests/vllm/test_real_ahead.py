@@ -91,7 +91,8 @@ def wait_for_batch(process, run, server, version):
 def test_interrupted_with_a_batch_in_flight(server, first, searchable, tmp_path):
     """Ctrl-C, as from a terminal: the run ends, and the server is asked for nothing more."""
     run = tmp_path / "run"
-    process = start_training(searchable, first[0], server.url, run, "--sampling.ahead", "1", *TALK)
+    options = ("--sampling.ahead", "1", "--optimise.steps", "500", *TALK)  # a batch is in flight for moments only
+    process = start_training(searchable, first[0], server.url, run, *options)
     wait_for_batch(process, run, server, version=0)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
