@@ -104,6 +104,9 @@ class ModelConfig:
         default="auto", description="the attention kernel: auto, dense, flex, cascade, or package.module:Class"
     )
     checkpointing: Flag = Field(default=False, description="recompute activations in the backward pass")
+    compiled: Flag = Field(
+        default=True, description="on one GPU: compile the layers for training, up to a minute at the start"
+    )
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)

@@ -3,7 +3,6 @@
 Here torch.compile's "eager" backend runs what was captured; tests/gpu runs the compiled kernels.
 """
 
-from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -13,7 +12,9 @@ from memopd.engine.local import fused as fused_module
 from memopd.engine.local.attention import Pass, Span
 from memopd.engine.local.cache import Cache
 from memopd.engine.local.fused import fuse
+from memopd.models import compiled as compiled_module
 from memopd.models.attention import sampling_attention
+from memopd.models.compiled import Opaque
 from memopd.verify.families import tiny_model
 
 
@@ -26,49 +27,33 @@ def captured(monkeypatch):
         graphs.append(graph)
         return graph
 
-    def compiled(function):
-        return torch.compile(function, dynamic=True, backend=backend)
-
-    monkeypatch.setattr(fused_module, "compiled", cache(compiled))
+    compile_it = cache(lambda function: torch.compile(function, dynamic=True, backend=backend))
+    for module in (fused_module, compiled_module):
+        monkeypatch.setattr(module, "compiled", compile_it)
     return graphs
 
 
-def logits(model, size, fused=None):
+def logits(model, size, fused=False):
     with sampling_attention(model):
         rows = torch.arange(size)
         spans = [Span(slot=0, first=0, count=size, position=0)]
         scheme = Pass(Cache(1, 16), rows, spans=spans, alone=spans)
-        with nullcontext() if fused is None else fused.layers():
-            return model(
-                input_ids=rows[None],
-                position_ids=rows[None],
-                use_cache=False,
-                memopd_scheme=scheme if fused is None else fused.opaque(scheme),
-            ).logits
+        return model(
+            input_ids=rows[None],
+            position_ids=rows[None],
+            use_cache=False,
+            memopd_scheme=Opaque(scheme) if fused else scheme,
+        ).logits
 
 
 @pytest.mark.slow
 def test_fused_layers_compute_the_same_with_one_compilation_for_all_layers_and_sizes(captured):
     model = tiny_model("qwen2").to(torch.bfloat16)
-    fused = fuse(model)
-    assert fused is not None
+    assert fuse(model)
     before = len(captured)
     for size in (1, 2, 5, 16):
-        assert torch.equal(logits(model, size), logits(model, size, fused))
+        assert torch.equal(logits(model, size), logits(model, size, fused=True))
     assert len(captured) == before  # `fuse` compiled all of them
-
-
-def test_the_model_is_as_before_outside_the_block(monkeypatch):
-    monkeypatch.setattr(fused_module, "compiled", lambda function: function)
-    model = tiny_model("qwen2")
-    fused = fuse(model)
-    layer = model.model.layers[0]
-    with fused.layers():
-        assert "forward" in vars(layer)
-    assert "forward" not in vars(layer)
-    with pytest.raises(KeyError), fused.layers():
-        raise KeyError
-    assert "forward" not in vars(layer)
 
 
 def test_layers_that_cannot_be_compiled_are_left_as_they_are(monkeypatch, caplog):
@@ -78,9 +63,9 @@ def test_layers_that_cannot_be_compiled_are_left_as_they_are(monkeypatch, caplog
 
         return raises
 
-    monkeypatch.setattr(fused_module, "compiled", refuse)
+    monkeypatch.setattr(compiled_module, "compiled", refuse)
     model = tiny_model("qwen2")
     with caplog.at_level("WARNING"):
-        assert fuse(model) is None
+        assert not fuse(model)
     assert "no compiler here" in caplog.text
     assert torch.isfinite(logits(model, 4)).all()

@@ -12,6 +12,7 @@ from torch import Tensor
 from memopd.attention import log_once, make_plan
 from memopd.compile import Packed
 from memopd.models.attention import planned_attention
+from memopd.models.compiled import scheme_for
 from memopd.models.device import to_device
 from memopd.models.load import backbone
 from memopd.models.support import check_dropout, check_length, sharing
@@ -34,7 +35,7 @@ def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tens
             position_ids=_row(packed.positions, device),
             attention_mask=None,
             use_cache=False,
-            memopd_scheme=plan,
+            memopd_scheme=scheme_for(model, plan),
         ).last_hidden_state[0]
     return states[to_device(packed.decisions.row, device, torch.long)]
 

@@ -22,11 +22,15 @@ from torch.distributed.tensor import DTensor
 from memopd.compile import Packed
 from memopd.config import ModelConfig
 from memopd.models.adapters import activate, add_adapter
+from memopd.models.compiled import can_compile, prepare_layers
 from memopd.models.load import backbone
 from memopd.models.support import sharing
 from memopd.score import Head, Target, decision_states, head_of, score
 from memopd.train import ranks
 from memopd.train.masters import Masters
+
+
+COMPILED = ("cuda",)  # devices on which the layers are compiled
 
 
 class Base(nn.Module):
@@ -132,6 +136,7 @@ def prepare(root: Any, config: ModelConfig, device: torch.device, trained: bool)
     elif trained and dtype != master_dtype(config):
         root.masters = Masters(model, dtype, precise)
     root.weights = dict(model.named_parameters()) if root.masters is None else root.masters.weights
+    _compile(model, config, device)
     return root
 
 
@@ -165,6 +170,14 @@ def prepare_base(base: Base, config: ModelConfig, device: torch.device) -> None:
         if base.critic is not None:
             fully_shard(base.critic.score)
         fully_shard(base)
+    _compile(base.model, config, device)
+
+
+def _compile(model: Any, config: ModelConfig, device: torch.device) -> None:
+    """On one GPU. Sharded layers were not tried."""
+    wanted = config.compiled and device.type in COMPILED and ranks.world() == 1
+    if wanted and sharing(model).shared and can_compile(device):
+        prepare_layers(model)
 
 
 def _layers(model: Any) -> Any:

@@ -31,6 +31,7 @@ from memopd.engine.local.session import LocalSession
 from memopd.engine.protocol import Completion, Request, Ticket
 from memopd.engine.stops import stops_of
 from memopd.models.attention import sampling_attention
+from memopd.models.compiled import Opaque
 from memopd.models.support import length_limit, rope_switch
 from memopd.types import StopReason
 
@@ -81,7 +82,7 @@ class LocalEngine:
         self._groups: Groups | None = None  # of the running sequences; None: these changed
         self._decoder: Any = None
         self._replays = 0  # since prompts last entered
-        self._fused: Any = None
+        self._fused = False
         if fused and self._device.type == "cuda":
             from memopd.engine.local.fused import fuse  # imports torch's compiler, which takes seconds
 
@@ -368,15 +369,14 @@ class LocalEngine:
             groups=() if self._groups is None else self._groups.at(slots, lengths),
             alone=row.entering,
         )
-        with nullcontext() if self._fused is None else self._fused.layers():
-            logits = self.model(
-                input_ids=self._tensor(row.ids)[None],
-                position_ids=self._tensor(row.positions)[None],
-                attention_mask=None,
-                use_cache=False,
-                logits_to_keep=self._tensor(row.last),
-                memopd_scheme=this if self._fused is None else self._fused.opaque(this),
-            ).logits[0]
+        logits = self.model(
+            input_ids=self._tensor(row.ids)[None],
+            position_ids=self._tensor(row.positions)[None],
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=self._tensor(row.last),
+            memopd_scheme=Opaque(this) if self._fused else this,
+        ).logits[0]
         self._slots.filled(s.slot for s, _ in entering)
         everyone = [*self._running, *(s for s, _ in entering)]
         tokens, logprobs = draw_tokens(everyone, logits)

@@ -9,7 +9,6 @@ steps do not depend on these.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 
 from memopd.engine.local.attention import Pass
 from memopd.engine.local.cache import Cache
-from memopd.engine.local.fused import Fused, compiled
 from memopd.engine.local.kernel import Tiles
 from memopd.engine.local.sampler import draw
 from memopd.models.attention import Scheme
+from memopd.models.compiled import Opaque, compiled
 
 STEPS = 16  # replayed before the host reads the tokens, at most
 ALL = 2**31  # more tokens than any vocabulary has
@@ -51,7 +50,7 @@ class Decoder:
     moved to another address do.
     """
 
-    def __init__(self, model: Any, cache: Cache, fused: Fused | None = None) -> None:
+    def __init__(self, model: Any, cache: Cache, fused: bool = False) -> None:
         self.model, self.cache, self.fused = model, cache, fused
         rows, device = cache.slots - 1, next(model.parameters()).device
         self.ids = torch.zeros(1, rows, dtype=torch.long, device=device)
@@ -129,17 +128,16 @@ class Decoder:
         ids, positions, start = self.ids[:, :size], self.positions[:, :size], self.start[:size]
         tiles = Tiles(self.first[:size], self.one[:size], start, positions[0], 1)
         now: Scheme = Pass(self.cache, start + positions[0], spans=(), tiles=tiles)
-        with nullcontext() if self.fused is None else self.fused.layers():
-            logits = self.model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=None,
-                use_cache=False,
-                memopd_scheme=now if self.fused is None else self.fused.opaque(now),
-            ).logits[0]
+        logits = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=None,
+            use_cache=False,
+            memopd_scheme=Opaque(now) if self.fused else now,
+        ).logits[0]
         uniform = self.uniforms.index_select(0, self.step)[0, :size]
         filters = (self.top_k[:size], self.top_p[:size]) if cut else (None, None)
-        pick = draw if self.fused is None else compiled(draw)
+        pick = compiled(draw) if self.fused else draw
         token, logprob = pick(logits, uniform, self.temperature[:size], *filters)
         self.sampled[0, :, :size].index_copy_(0, self.step, token.double()[None])
         self.sampled[1, :, :size].index_copy_(0, self.step, logprob[None])

@@ -1,0 +1,97 @@
+"""Compiled layers in training: the same numbers and gradients as the layers by themselves, with every adapter.
+
+Here torch.compile's "eager" backend runs what was captured; tests/gpu runs the compiled kernels.
+"""
+
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import torch
+
+from calls import mem1_calls
+from memopd.compile import compile_calls
+from memopd.models import compiled as compiled_module
+from memopd.models.adapters import activate, add_adapter, adapter_weights, new_config
+from memopd.models.compiled import can_compile, prepare_layers
+from memopd.score import score
+from memopd.verify.families import tiny_model
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How often captured graphs ran."""
+    count = [0]
+
+    def backend(graph, _):
+        def run(*arguments):
+            count[0] += 1
+            return graph(*arguments)
+
+        return run
+
+    compile_it = cache(lambda function: torch.compile(function, dynamic=True, backend=backend))
+    monkeypatch.setattr(compiled_module, "compiled", compile_it)
+    return count
+
+
+def adapted(checkpointing):
+    model = tiny_model("qwen2").train()
+    for name in ("student", "reference"):
+        add_adapter(model, new_config(2, 4, ("all-linear",)), name, trainable=name == "student")
+        torch.manual_seed(len(name))
+        for weight in adapter_weights(model, name).values():
+            torch.nn.init.normal_(weight, std=0.2)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def scored(model, packed, adapter):
+    """log p and the adapter's gradients."""
+    activate(model, adapter)
+    model.zero_grad()
+    logprob = score(model, [packed]).logprob
+    if adapter != "student":
+        return [logprob.detach()]
+    logprob.sum().backward()
+    return [logprob.detach(), *(w.grad.clone() for w in adapter_weights(model, "student").values())]
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_scores_and_gradients_are_the_same_with_every_adapter(runs, checkpointing):
+    packed = compile_calls(mem1_calls(3))
+    model = adapted(checkpointing)
+    alone = {adapter: scored(model, packed, adapter) for adapter in ("student", "reference", None)}
+    assert runs == [0]
+    prepare_layers(model)
+    for adapter in ("student", None, "reference", "student"):
+        before = runs[0]
+        for a, b in zip(alone[adapter], scored(model, packed, adapter), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert runs[0] > before
+    assert not torch.equal(alone["student"][0], alone["reference"][0])
+
+
+def test_a_copy_of_a_prepared_model_runs_its_own_weights(runs):
+    packed = compile_calls(mem1_calls(3))
+    model = tiny_model("qwen2")
+    prepare_layers(model)
+    copied = deepcopy(model)
+    with torch.no_grad():
+        before = score(copied, [packed]).logprob
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        assert torch.equal(score(copied, [packed]).logprob, before)
+        assert not torch.equal(score(model, [packed]).logprob, before)
+    assert runs[0]
+
+
+def test_without_a_compiler_a_warning_says_so(monkeypatch, caplog):
+    def refuse(function):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compiled_module, "compiled", refuse)
+    with caplog.at_level("WARNING"):
+        assert not can_compile.__wrapped__(torch.device("cpu"))
+    assert "no compiler here" in caplog.text
