@@ -1,6 +1,7 @@
 """Sessions: what ends together, who enters when, and what is left when one closes."""
 
 import threading
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from memopd.engine import Completion, Request, Ticket, open_session
 from memopd.engine.local import LocalEngine
 from memopd.engine.local import engine as local_module
+from memopd.engine.local.sequence import SampledSequence
 from memopd.engine.session import Tickets
 from memopd.types import Sampling, StopReason
 from memopd.verify.families import tiny_model
@@ -64,9 +66,11 @@ def test_a_bad_request_enters_nothing(model):
         assert session.wait() == []
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("waited", [False, True])
-def test_closing_cancels_what_runs_and_what_waits(model, waited):
+def test_closing_cancels_what_runs_and_what_waits(model, waited, ahead):
     engine = LocalEngine(model, None, slots=2, max_length=64)
+    engine.runs_ahead = ahead
     with open_session(engine) as session:
         session.submit([request(0, tokens=2), request(1, tokens=40), request(2, tokens=40), request(3, tokens=40)])
         if waited:
@@ -78,9 +82,11 @@ def test_closing_cancels_what_runs_and_what_waits(model, waited):
     assert len(engine.generate([request()])[0].tokens) == 4
 
 
-def test_a_session_holds_up_nobody_else(model):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_session_holds_up_nobody_else(model, ahead):
     """Its caller does not wait; others are served meanwhile, and its own requests go on beside theirs."""
     engine = LocalEngine(model, None, slots=4, max_length=64)
+    engine.runs_ahead = ahead
     with open_session(engine) as session:
         session.submit([request(0, tokens=2), request(1, tokens=6), request(2, tokens=40)])
         assert ids(session.wait()) == [0]
@@ -91,6 +97,76 @@ def test_a_session_holds_up_nobody_else(model):
         session.submit([request(3)])
         assert ids(session.wait()) == [1, 2]
         assert [c.policy_version for _, c in session.wait()] == [4]
+
+
+# ---- steps ahead, as on a GPU
+
+
+def played(model, monkeypatch, delay, engine_delay=0.0):
+    """Chains of requests, each submitted when the one before it ended. Returns the rows of all passes, and tokens."""
+    passes, made, run, step = [], {}, LocalEngine._pass, LocalEngine._step
+
+    def late(self):
+        time.sleep(engine_delay)  # time for the caller to submit before anything enters
+        return step(self)
+
+    def noted(self, entering):
+        passes.append(([s.request.seed for s in self._running], [s.request.seed for s, _ in entering]))
+        return run(self, entering)
+
+    monkeypatch.setattr(LocalEngine, "_pass", noted)
+    monkeypatch.setattr(LocalEngine, "_step", late)
+    engine = LocalEngine(model, None, slots=5, max_length=64)
+    engine.runs_ahead = True
+    with open_session(engine) as session:
+        session.submit([request(i, tokens=2 + i) for i in range(6)])
+        for turn in range(40):
+            ended = session.wait()
+            if not ended:
+                break
+            time.sleep(delay(turn))
+            made |= {r.seed: c.tokens.tolist() for r, c in ended}
+            session.submit([request(r.seed + 10, tokens=3 + r.seed % 4) for r, _ in ended if r.seed < 30])
+            if turn % 3 == 2:
+                session.pause()
+                assert engine._thread is None
+    monkeypatch.undo()
+    assert len(made) == 24
+    return passes, made
+
+
+SLOW = (lambda turn: 0, lambda turn: 0.02, lambda turn: 0.02 * (turn % 2))
+
+
+def test_what_enters_a_step_does_not_depend_on_how_long_the_caller_takes(model, monkeypatch):
+    first, *others = [played(model, monkeypatch, delay) for delay in SLOW]
+    assert all(other == first for other in others)
+    assert played(model, monkeypatch, SLOW[0], engine_delay=0.02) == first
+
+
+def test_without_the_rule_it_would(model, monkeypatch):
+    """Requests that may enter as soon as they are submitted enter the step ahead of a fast caller."""
+    first = played(model, monkeypatch, SLOW[1])
+    monkeypatch.setattr(SampledSequence, "__setattr__", _always_enters)
+    assert played(model, monkeypatch, SLOW[0], engine_delay=0.02) != first
+
+
+def _always_enters(self, name, value):
+    object.__setattr__(self, name, True if name == "may_enter" else value)
+
+
+def test_the_engine_works_while_the_caller_does(model):
+    engine = LocalEngine(model, None, slots=4, max_length=64)
+    for ahead in (False, True):
+        engine.runs_ahead = ahead
+        with open_session(engine) as session:
+            session.submit([request(0, tokens=2), request(1, tokens=3), request(2, tokens=9)])
+            assert ids(session.wait()) == [0]
+            deadline = time.time() + (20 if ahead else 0.3)
+            while time.time() < deadline and len(session.ended) == 0:
+                time.sleep(0.01)
+            assert [s.request.seed for s in session.ended] == ([1] if ahead else [])
+            assert ids(session.wait()) == [1]
 
 
 def test_few_prompts_enter_together_after_some_replays(model, monkeypatch):

@@ -8,11 +8,11 @@ from functools import cache
 
 import pytest
 import torch
-
 from calls import mem1_calls
+
 from memopd.compile import compile_calls
 from memopd.models import compiled as compiled_module
-from memopd.models.adapters import activate, add_adapter, adapter_weights, new_config
+from memopd.models.adapters import activate, adapter_weights, add_adapter, new_config
 from memopd.models.compiled import can_compile, prepare_layers
 from memopd.score import score
 from memopd.verify.families import tiny_model

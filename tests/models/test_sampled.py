@@ -1,18 +1,36 @@
-"""The model that an engine samples from with LoRA: what it computes, what it shares, how many operators it runs."""
+"""The model that an engine samples from on a GPU: what it computes, what it shares, how many operators it runs."""
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
 import transformers
+from calls import mem1_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopd.compile import compile_calls
+from memopd.models import compiled as compiled_module
 from memopd.models.adapters import activate, adapter_weights, add_adapter, new_config
+from memopd.models.compiled import prepare_layers
 from memopd.models.sampled import BesideLinear, SamplingCopy
+from memopd.score import score
 from memopd.verify.families import tiny_model
 
 IDS = torch.arange(3, 11)[None]
-VIEWS = ("view", "_unsafe_view", "t", "transpose", "unsqueeze", "slice", "expand", "detach", "select", "alias")
+VIEWS = (
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "unsqueeze",
+    "slice",
+    "expand",
+    "detach",
+    "select",
+    "alias",
+    "split_with_sizes",
+)
 
 
 def adapted(dtype=torch.float32, model=None):
@@ -69,8 +87,8 @@ def test_it_shares_every_weight_but_the_adapters():
     model = adapted()
     copy = SamplingCopy(model, "student")
     mine = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    new = sum(p.nbytes for p in copy.model.parameters() if p.data_ptr() not in mine)
-    assert new == sum(w.nbytes for w in adapter_weights(model, "student").values())
+    new = {id(p) for p in copy.model.parameters() if p.data_ptr() not in mine}
+    assert new == {id(w) for m in copy.model.modules() if isinstance(m, BesideLinear) for w in (m.down, m.up)}
     assert copy.model.config is not model.config  # each has its own attention setting
     assert not any(hasattr(m, "base_layer") for m in copy.model.modules())
 
@@ -81,12 +99,12 @@ def test_in_half_precision_it_casts_the_adapter_as_the_trained_layers_do():
         for weight in adapter_weights(model, "student").values():
             weight.mul_(0.03)
     copy = SamplingCopy(model, "student").model
-    used = [w for layer in copy.modules() if isinstance(layer, BesideLinear) for w in (layer.down, layer.up)]
+    used = [part for layer in copy.modules() if isinstance(layer, BesideLinear) for part in layer.parts]
     weights = list(adapter_weights(model, "student").values())
     assert len(used) == len(weights) >= 28
-    for cast, weight in zip(used, weights, strict=True):
-        assert weight.dtype == torch.float32
-        assert torch.equal(cast, weight.bfloat16())
+    casts = {tuple(weight.bfloat16().flatten().tolist()) for weight in weights}
+    assert {weight.dtype for weight in weights} == {torch.float32}
+    assert {tuple(part.flatten().tolist()) for part in used} == casts
 
 
 class Operators(TorchDispatchMode):
@@ -112,11 +130,71 @@ def kernels(model) -> int:
 
 
 def test_a_step_launches_fewer_kernels():
-    """Per adapted layer: six more than the base with PEFT's layers, two here."""
-    bare = kernels(tiny_model("qwen2", 0).bfloat16().eval())
+    """Seven linear layers of every layer are four products. PEFT adds six kernels to each of the seven, this two to
+    each of the four."""
+    base = tiny_model("qwen2", 0).bfloat16().eval()
+    bare, layers = kernels(base), base.config.num_hidden_layers
+    assert kernels(SamplingCopy(base).model) == bare - 3 * layers
     model = adapted(torch.bfloat16)
     activate(model, "student")
-    layers = sum(hasattr(m, "base_layer") for m in model.modules())
-    assert layers >= 14
-    assert kernels(model) == bare + 6 * layers
-    assert kernels(SamplingCopy(model, "student").model) == bare + 2 * layers
+    assert kernels(model) == bare + 6 * 7 * layers
+    assert kernels(SamplingCopy(model, "student").model) == bare + (2 * 4 - 3) * layers
+
+
+def test_without_an_adapter_it_computes_the_weights_of_the_moment():
+    model = tiny_model("qwen2", 0).double().eval()
+    first = logits(model)
+    copy = SamplingCopy(model)
+    torch.testing.assert_close(logits(copy.model), first, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    torch.testing.assert_close(logits(copy.model), logits(model), rtol=0, atol=1e-12)
+    assert (logits(copy.model) - first).abs().max() > 1e-3
+    mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert {p.untyped_storage().data_ptr() for p in copy.model.parameters()} <= mine
+
+
+def test_weights_that_lie_side_by_side_are_saved_and_trained_as_before(tmp_path):
+    model, copied = tiny_model("qwen2", 0), tiny_model("qwen2", 0)
+    SamplingCopy(model)
+    for trained in (model, copied):
+        optimiser = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+        trained(input_ids=IDS, labels=IDS).loss.backward()
+        optimiser.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_layers_that_get_other_rows_compute_their_own_product():
+    model = tiny_model("qwen2", 0).double()
+    attention = model.model.layers[0].self_attn
+    copied = SamplingCopy(model).model.model.layers[0].self_attn
+    x, y = torch.randn(2, 1, 3, attention.q_proj.in_features, dtype=torch.float64)
+    for name, rows in (("q_proj", x), ("k_proj", y), ("v_proj", x), ("v_proj", y), ("q_proj", y)):
+        expected = getattr(attention, name)(rows)
+        torch.testing.assert_close(getattr(copied, name)(rows), expected, rtol=0, atol=1e-12)
+
+
+def test_compiled_layers_use_one_product_for_a_group(monkeypatch):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(
+        compiled_module, "compiled", cache(lambda function: torch.compile(function, dynamic=True, backend=backend))
+    )
+    model = adapted(torch.float64)
+    copy = SamplingCopy(model, "student").model
+    prepare_layers(copy)
+    packed = compile_calls(mem1_calls(3))
+    activate(model, "student")
+    with torch.no_grad():
+        expected, found = score(model, [packed]).logprob, score(copy, [packed]).logprob
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    products = [n for g in graphs for n in g.graph.nodes if n.op == "call_function" and "linear" in str(n.target)]
+    assert len(products) == 2 * 4  # four groups, each with its base and the adapters' A

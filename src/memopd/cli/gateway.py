@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memopd.cli.options import Adapter, Precision, check_adapter, load_model, policy_name
+from memopd.cli.options import Adapter, Precision, check_adapter, load_sampler, policy_name
 from memopd.gateway import TOKEN
 
 
@@ -62,7 +62,7 @@ def gateway(
     else:
         from memopd.engine.local import LocalEngine
 
-        engine = LocalEngine(load_model(folder, dtype, adapter), tokenizer, slots=slots, max_length=max_length)
+        engine = LocalEngine(load_sampler(folder, dtype, adapter), tokenizer, slots=slots, max_length=max_length)
     named = policy_name(Path(folder).name, adapter and Path(adapter).name)
     try:
         serve(engine, store, name or named, token, host, port)

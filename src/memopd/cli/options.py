@@ -93,6 +93,14 @@ def load_model(path: str, dtype: Precision, adapter: str | None = None) -> Any:
     return model.to(device()).eval()
 
 
+def load_sampler(path: str, dtype: Precision, adapter: str | None = None) -> Any:
+    """The same, for an engine to sample from."""
+    from memopd.models.adapters import STUDENT
+    from memopd.models.sampled import sampling_model
+
+    return sampling_model(load_model(path, dtype, adapter), STUDENT if adapter else None)
+
+
 def check_adapter(adapter: str | None, base: str) -> Path | None:
     """The folder of an adapter, after it was checked against its base; None if there is none."""
     if adapter is None:

@@ -23,7 +23,7 @@ from memopd.cli.options import (
     check_adapter,
     device,
     err,
-    load_model,
+    load_sampler,
     out,
     plain,
     policy_name,
@@ -367,7 +367,7 @@ def sampled(play: Play, tokenizer: Any) -> Callable[[list[tuple[str, Any]], int]
         return lambda pairs, seed: VllmEngine(servers, tokenizer, adapter=adapter)
     from memopd.engine.local import LocalEngine
 
-    model, length = load_model(play.model, play.dtype, play.adapter), play.max_context + play.max_tokens
+    model, length = load_sampler(play.model, play.dtype, play.adapter), play.max_context + play.max_tokens
     available = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if available and length > available:
         raise ValueError(

@@ -42,6 +42,7 @@ log = logging.getLogger("memopd")
 
 CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "memopd.json"
 PREFIX = "base_model.model."  # of every name in PEFT's files
+STUDENT = "student"  # the name of an adapter in a model that has no other
 
 # Settings of adapter_config.json that may have any value: they say where and how large the adapter is, or nothing.
 _FREE = {
@@ -183,7 +184,7 @@ def save_adapter(
 # ---- adapters in a loaded model ---------------------------------------------------------------------------------
 
 
-def load_adapter(model: Any, folder: str, name: str = "student", trainable: bool = False) -> None:
+def load_adapter(model: Any, folder: str, name: str = STUDENT, trainable: bool = False) -> None:
     """Add the adapter of a folder to a loaded model, in place, and activate it. `check_adapter` says if it fits."""
     config = _read_config(folder)
     check_digests(Path(folder))

@@ -1,12 +1,13 @@
 """Fuses the small operations of a model's layers, for sampling and training on a GPU.
 
-A layer of a small model is forty kernels, most of which normalise, rotate or add: in sampling, starting them takes longer
-than computing them; in training, each reads and writes all rows again. torch.compile makes about a dozen of them. It keeps
-every rounding of the uncompiled layer (`emulate_precision_casts`) and chooses its kernels without measuring
-(`deterministic`), so that a repeated run computes the same. Attention stays outside, because its scheme is ours.
+A layer of a small model is forty kernels, most of which normalise, rotate or add. In sampling, starting them takes
+longer than computing them; in training, each reads and writes all rows again. torch.compile makes about a dozen of
+them. It keeps every rounding of the uncompiled layer (`emulate_precision_casts`) and chooses its kernels without
+measuring (`deterministic`), so that a repeated run computes the same. Attention stays outside, because its scheme is
+ours.
 
-A prepared model still runs as it is: a pass is compiled only if its scheme is `Opaque`. Compiling takes half a minute once,
-and some seconds when torch's cache on disk has the kernels.
+A prepared model still runs as it is: a pass is compiled only if its scheme is `Opaque`. Compiling takes half a minute
+once, and some seconds when torch's cache on disk has the kernels.
 """
 
 from __future__ import annotations

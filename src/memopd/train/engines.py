@@ -15,7 +15,7 @@ from memopd.config import RunConfig
 from memopd.engine.local import LocalEngine
 from memopd.engine.vllm import VllmEngine, rounding_tolerance
 from memopd.models.adapters import save_adapter
-from memopd.models.sampled import SamplingCopy
+from memopd.models.sampled import DEVICES, SamplingCopy
 from memopd.score import packed_logprobs
 from memopd.tasks.files import read_tasks
 from memopd.train import ranks
@@ -25,20 +25,19 @@ from memopd.verify.equivalence import MORE_PRECISE, name_of
 
 PROMPTS, TOKENS = 4, 16  # for the verification of servers: prompts, and tokens per prompt
 KEPT = 0.1  # of a GPU's memory: a cache up to this size stays between steps, which saves capturing CUDA graphs again
-DEVICES = ("cuda",)  # where the number of kernels decides how long a step takes
 
 
 class LocalPolicy:
     """Samples from the weights that are trained. If these are sharded, every rank keeps a whole copy for sampling.
 
-    With LoRA on a GPU, the engine runs a `SamplingCopy` over these weights, whose steps have fewer kernels.
+    On a GPU the engine runs a `SamplingCopy` over these weights, whose steps have fewer kernels.
     """
 
     def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, _: Path) -> None:
         self.root, self.version = root, -1
         self.whole = whole_copy(root, config.model.dtype) if is_sharded(root) else root.model
         self.copy: SamplingCopy | None = None
-        if root.adapter is not None and self.whole.device.type in DEVICES:
+        if self.whole.device.type in DEVICES:
             self.copy = SamplingCopy(self.whole, root.adapter)
         self.model = self.whole if self.copy is None else self.copy.model
         length = config.tasks.max_context + config.sampling.max_tokens

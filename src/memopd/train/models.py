@@ -29,7 +29,6 @@ from memopd.score import Head, Target, decision_states, head_of, score
 from memopd.train import ranks
 from memopd.train.masters import Masters
 
-
 COMPILED = ("cuda",)  # devices on which the layers are compiled
 
 

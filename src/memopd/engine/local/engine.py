@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -87,6 +87,7 @@ class LocalEngine:
             from memopd.engine.local.fused import fuse  # imports torch's compiler, which takes seconds
 
             self._fused = fuse(model)
+        self.runs_ahead = self._device.type == "cuda"  # a CPU would compute for the caller and the engine in turn
         self._captures = rope_switch(model) is None  # such a rope reads positions on the host, in every step
         self._weights: list[tuple[int, int]] = []  # address and version counter of every parameter
 
@@ -185,6 +186,7 @@ class LocalEngine:
         """End running and waiting requests as aborted, and accept no more."""
         with self._lock:
             self._closed = True  # running requests end at their next token
+            self._went_ahead(self._sessions)
             self._start()
             waiting = list(self._waiting)
         for sequence in waiting:
@@ -250,6 +252,7 @@ class LocalEngine:
         """Note the end of the thread unless it is `alive`; return the requests that were cancelled while waiting."""
         if not alive:
             self._thread = None
+            self._went_ahead(self._sessions)
             self._lock.notify_all()
         cancelled, self._cancelled = self._cancelled, []
         return [s.end(StopReason.ABORTED, self._version) for s in cancelled]
@@ -257,12 +260,24 @@ class LocalEngine:
     def _serve(self, finished: list[SampledSequence]) -> None:
         """Run steps as long as somebody waits for a request. The last step's completions stay in `finished`."""
         self._check_weights()
+        ahead: list[LocalSession] = []  # the sessions whose callers work while the step runs
         with sampling_attention(self.model):
-            while self._goes_on(finished):
+            while self._goes_on(finished, ahead):
+                with self._lock:
+                    ahead = [session for session in self._sessions if session.ahead]
                 finished += self._step()
 
-    def _goes_on(self, finished: list[SampledSequence]) -> bool:
+    def _went_ahead(self, sessions: Iterable[LocalSession]) -> None:
+        for session in sessions:
+            session.ahead = False
+
+    def _goes_on(self, finished: list[SampledSequence], ahead: list[LocalSession]) -> bool:
         """Whether to run another step. If sessions hold the engine, wait for their callers to decide it."""
+        if ahead:
+            self._deliver(finished)
+            with self._lock:
+                self._went_ahead(ahead)
+                self._lock.notify_all()
         while True:
             with self._lock:
                 finished += self._end(alive=True)
@@ -323,9 +338,13 @@ class LocalEngine:
         """Whether the waiting requests do not enter yet, because more should enter with them."""
         if self._replays >= REPLAYS or not self._can_replay():
             return False
+        waiting = self._ready()
+        return len(waiting) * FEW < len(self._running) and all(s.session is not None for s in waiting)
+
+    def _ready(self) -> list[SampledSequence]:
+        """The waiting sequences that may enter now."""
         with self._lock:
-            few = len(self._waiting) * FEW < len(self._running)
-            return few and all(s.session is not None for s in self._waiting)
+            return [s for s in self._waiting if s.may_enter]
 
     def _admit(self, entering: list[tuple[SampledSequence, int]]) -> None:
         """Add sequences to `entering`, each with the number of prompt tokens copied from a slot with that prefix."""
@@ -334,7 +353,7 @@ class LocalEngine:
         with self._lock:
             if not slots.free or self._paused:
                 return
-            first = list(islice(self._waiting, len(slots.free)))
+            first = list(islice((s for s in self._waiting if s.may_enter), len(slots.free)))
             first.sort(key=lambda s: len(s.prompt))  # neighbours of similar length can share a call of the kernel
             places = slots.oldest(len(first))
             for sequence in first:
@@ -401,7 +420,7 @@ class LocalEngine:
         """A few steps of all running sequences, before the host reads the tokens."""
         from memopd.engine.local.graphs import STEPS, NotCaptured, Row
 
-        most = STEPS // 2 if self._waiting else STEPS  # a waiting sequence can enter sooner
+        most = STEPS // 2 if self._ready() else STEPS  # a waiting sequence can enter sooner
         steps = min(most, max(s.limit - len(s.tokens) for s in self._running))
         rows = []
         for s in self._running:

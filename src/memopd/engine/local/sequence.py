@@ -31,6 +31,7 @@ class SampledSequence:
     guide: Guide | None = None
     on_token: Callable[[int], None] | None = None
     session: LocalSession | None = None  # that gets the completion; None: somebody waits for the future
+    may_enter: bool = True  # False: its session has not waited since it was submitted
     future: Future[Completion] = field(default_factory=Future)
     uniforms: Uniforms = field(init=False)
     tokens: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class SampledSequence:
     @property
     def is_awaited(self) -> bool:
         session = self.session  # read once: another thread may close it
-        return session is None or session.waits
+        return session is None or session.waits or session.ahead
 
     def take(self, token: int, logprob: float, ends: frozenset[int]) -> StopReason | None:
         """Add a sampled token. Returns the reason to stop after it, or None."""

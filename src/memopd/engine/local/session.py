@@ -2,6 +2,9 @@
 
 So everything that a caller submits between two calls of `wait` enters in the same step, however long the caller takes,
 and each call of `wait` returns the requests that ended in one step. The results are a function of the requests.
+
+On a GPU the engine does not idle while the caller works on what `wait` returned: it runs one step *ahead*. The
+requests that the caller submits meanwhile do not enter that step, however fast the caller is.
 """
 
 from __future__ import annotations
@@ -20,18 +23,19 @@ if TYPE_CHECKING:
 
 
 class LocalSession(Session):
-    """Shares the engine's lock; the engine changes `waits` and `ended`."""
+    """Shares the engine's lock; the engine changes `waits`, `ahead` and `ended`."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
         self._open: dict[SampledSequence, None] = {}
         self.waits = False  # the caller waits, and none of its requests has ended since
+        self.ahead = False  # the engine runs a step while the caller works; it ends before anything else happens
         self.ended: list[SampledSequence] = []  # delivered, for the next `wait`
 
     def submit(self, requests: Sequence[Request]) -> None:
         sequences = [self._engine._read(request) for request in requests]  # raises before any request enters
         for sequence in sequences:
-            sequence.session = self
+            sequence.session, sequence.may_enter = self, False
         self._engine._enter(sequences)
         self._open |= dict.fromkeys(sequences)
 
@@ -41,20 +45,28 @@ class LocalSession(Session):
             return []
         engine = self._engine
         with engine._lock:
+            engine._lock.wait_for(lambda: not self.ahead)
+            for sequence in self._open:
+                sequence.may_enter = True
             self.waits = not self.ended
             engine._sessions.add(self)
             engine._start()
             engine._lock.wait_for(lambda: self.ended)
             self.waits = False
             ended, self.ended = set(self.ended), []
-        done = [sequence for sequence in self._open if sequence in ended]
-        for sequence in done:
-            del self._open[sequence]
+            done = [sequence for sequence in self._open if sequence in ended]
+            for sequence in done:
+                del self._open[sequence]
+            if engine.runs_ahead and self._open:
+                self.ahead = True
+                engine._start()
         return [(sequence.request, sequence.future.result()) for sequence in done]
 
     def pause(self) -> None:
         engine = self._engine
         with engine._lock:
+            if engine._thread is not threading.current_thread():
+                engine._lock.wait_for(lambda: not self.ahead)
             engine._sessions.discard(self)
             engine._lock.notify_all()
             if engine._thread is not threading.current_thread():  # unless others need it, the model is released
@@ -63,7 +75,7 @@ class LocalSession(Session):
     def close(self) -> None:
         with self._engine._lock:
             for sequence in self._open:
-                sequence.session = None  # it ends although nobody calls `wait`
+                sequence.session, sequence.may_enter = None, True  # it ends although nobody calls `wait`
                 self._engine._cancel(sequence)
         self.pause()
         if self._engine._thread is not threading.current_thread():  # where garbage collection may run this
