@@ -202,6 +202,8 @@ class LocalEngine:
 
     def _enter(self, sequences: Sequence[SampledSequence]) -> list[Ticket]:
         with self._lock:
+            if self._thread is not threading.current_thread():
+                self._lock.wait_for(lambda: not any(session.ahead for session in self._sessions))
             if self._closed:
                 raise ValueError("this engine is closed: make a new one")
             for sequence in sequences:
@@ -338,13 +340,9 @@ class LocalEngine:
         """Whether the waiting requests do not enter yet, because more should enter with them."""
         if self._replays >= REPLAYS or not self._can_replay():
             return False
-        waiting = self._ready()
-        return len(waiting) * FEW < len(self._running) and all(s.session is not None for s in waiting)
-
-    def _ready(self) -> list[SampledSequence]:
-        """The waiting sequences that may enter now."""
         with self._lock:
-            return [s for s in self._waiting if s.may_enter]
+            few = len(self._waiting) * FEW < len(self._running)
+            return few and all(s.session is not None for s in self._waiting)
 
     def _admit(self, entering: list[tuple[SampledSequence, int]]) -> None:
         """Add sequences to `entering`, each with the number of prompt tokens copied from a slot with that prefix."""
@@ -353,7 +351,7 @@ class LocalEngine:
         with self._lock:
             if not slots.free or self._paused:
                 return
-            first = list(islice((s for s in self._waiting if s.may_enter), len(slots.free)))
+            first = list(islice(self._waiting, len(slots.free)))
             first.sort(key=lambda s: len(s.prompt))  # neighbours of similar length can share a call of the kernel
             places = slots.oldest(len(first))
             for sequence in first:
@@ -420,7 +418,7 @@ class LocalEngine:
         """A few steps of all running sequences, before the host reads the tokens."""
         from memopd.engine.local.graphs import STEPS, NotCaptured, Row
 
-        most = STEPS // 2 if self._ready() else STEPS  # a waiting sequence can enter sooner
+        most = STEPS // 2 if self._waiting else STEPS  # a waiting sequence can enter sooner
         steps = min(most, max(s.limit - len(s.tokens) for s in self._running))
         rows = []
         for s in self._running:

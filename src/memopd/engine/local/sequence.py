@@ -31,7 +31,6 @@ class SampledSequence:
     guide: Guide | None = None
     on_token: Callable[[int], None] | None = None
     session: LocalSession | None = None  # that gets the completion; None: somebody waits for the future
-    may_enter: bool = True  # False: its session has not waited since it was submitted
     future: Future[Completion] = field(default_factory=Future)
     uniforms: Uniforms = field(init=False)
     tokens: list[int] = field(default_factory=list)

@@ -3,8 +3,8 @@
 So everything that a caller submits between two calls of `wait` enters in the same step, however long the caller takes,
 and each call of `wait` returns the requests that ended in one step. The results are a function of the requests.
 
-On a GPU the engine does not idle while the caller works on what `wait` returned: it runs one step *ahead*. The
-requests that the caller submits meanwhile do not enter that step, however fast the caller is.
+On a GPU the engine does not idle while the caller works on what `wait` returned: it runs one step *ahead*. Whoever
+submits a request meanwhile waits for the end of that step, so that the request cannot enter it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LocalSession(Session):
     def submit(self, requests: Sequence[Request]) -> None:
         sequences = [self._engine._read(request) for request in requests]  # raises before any request enters
         for sequence in sequences:
-            sequence.session, sequence.may_enter = self, False
+            sequence.session = self
         self._engine._enter(sequences)
         self._open |= dict.fromkeys(sequences)
 
@@ -46,8 +46,6 @@ class LocalSession(Session):
         engine = self._engine
         with engine._lock:
             engine._lock.wait_for(lambda: not self.ahead)
-            for sequence in self._open:
-                sequence.may_enter = True
             self.waits = not self.ended
             engine._sessions.add(self)
             engine._start()
@@ -75,7 +73,7 @@ class LocalSession(Session):
     def close(self) -> None:
         with self._engine._lock:
             for sequence in self._open:
-                sequence.session, sequence.may_enter = None, True  # it ends although nobody calls `wait`
+                sequence.session = None  # it ends although nobody calls `wait`
                 self._engine._cancel(sequence)
         self.pause()
         if self._engine._thread is not threading.current_thread():  # where garbage collection may run this
