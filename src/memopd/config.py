@@ -105,7 +105,7 @@ class ModelConfig:
     )
     checkpointing: Flag = Field(default=False, description="recompute activations in the backward pass")
     compiled: Flag = Field(
-        default=True, description="on one GPU: compile the layers for training, up to a minute at the start"
+        default=True, description="on one GPU: compile the layers for training, a minute or two at the first start"
     )
 
 

@@ -31,7 +31,6 @@ from memopd.engine.local.session import LocalSession
 from memopd.engine.protocol import Completion, Request, Ticket
 from memopd.engine.stops import stops_of
 from memopd.models.attention import sampling_attention
-from memopd.models.compiled import Opaque
 from memopd.models.support import length_limit, rope_switch
 from memopd.types import StopReason
 
@@ -392,7 +391,7 @@ class LocalEngine:
             attention_mask=None,
             use_cache=False,
             logits_to_keep=self._tensor(row.last),
-            memopd_scheme=Opaque(this) if self._fused else this,
+            memopd_scheme=this,  # not compiled: for few rows, compiled layers cost the host twice as much
         ).logits[0]
         self._slots.filled(s.slot for s, _ in entering)
         everyone = [*self._running, *(s for s, _ in entering)]
