@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopd.compile import compile_calls
 from memopd.models import compiled as compiled_module
+from memopd.models import sampled
 from memopd.models.adapters import activate, adapter_weights, add_adapter, new_config
 from memopd.models.compiled import prepare_layers
-from memopd.models.sampled import BesideLinear, SamplingCopy
+from memopd.models.sampled import ALIGNED, BesideLinear, SamplingCopy
 from memopd.score import score
 from memopd.verify.families import tiny_model
 
@@ -43,10 +44,10 @@ def adapted(dtype=torch.float32, model=None):
     return model
 
 
-def change(model, seed: int) -> None:
+def change(model, seed: int, names=("student", "critic")) -> None:
     torch.manual_seed(seed)
     with torch.no_grad():
-        for name in ("student", "critic"):
+        for name in names:
             for weight in adapter_weights(model, name).values():
                 weight.normal_(std=0.1)
 
@@ -88,7 +89,10 @@ def test_it_shares_every_weight_but_the_adapters():
     copy = SamplingCopy(model, "student")
     mine = {p.data_ptr(): p.nbytes for p in model.parameters()}
     new = {id(p) for p in copy.model.parameters() if p.data_ptr() not in mine}
-    assert new == {id(w) for m in copy.model.modules() if isinstance(m, BesideLinear) for w in (m.down, m.up)}
+    besides = [m for m in copy.model.modules() if isinstance(m, BesideLinear)]
+    assert new == {id(m.up) for m in besides}
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert {m.whole.weight.untyped_storage().data_ptr() for m in besides} <= held  # A lies behind the base's rows
     assert copy.model.config is not model.config  # each has its own attention setting
     assert not any(hasattr(m, "base_layer") for m in copy.model.modules())
 
@@ -129,16 +133,17 @@ def kernels(model) -> int:
     return operators.kernels
 
 
-def test_a_step_launches_fewer_kernels():
-    """Seven linear layers of every layer are four products. PEFT adds six kernels to each of the seven, this two to
+def test_a_step_launches_fewer_kernels(monkeypatch):
+    """Seven linear layers of every layer are four products. PEFT adds six kernels to each of the seven, this one to
     each of the four."""
+    monkeypatch.setattr(sampled, "beside", sampled.beside._init_fn)  # so that the operators in it are counted
     base = tiny_model("qwen2", 0).bfloat16().eval()
     bare, layers = kernels(base), base.config.num_hidden_layers
     assert kernels(SamplingCopy(base).model) == bare - 3 * layers
     model = adapted(torch.bfloat16)
     activate(model, "student")
     assert kernels(model) == bare + 6 * 7 * layers
-    assert kernels(SamplingCopy(model, "student").model) == bare + (2 * 4 - 3) * layers
+    assert kernels(SamplingCopy(model, "student").model) == bare + (1 * 4 - 3) * layers
 
 
 def test_without_an_adapter_it_computes_the_weights_of_the_moment():
@@ -196,5 +201,17 @@ def test_compiled_layers_use_one_product_for_a_group(monkeypatch):
     with torch.no_grad():
         expected, found = score(model, [packed]).logprob, score(copy, [packed]).logprob
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    products = [n for g in graphs for n in g.graph.nodes if n.op == "call_function" and "linear" in str(n.target)]
-    assert len(products) == 2 * 4  # four groups, each with its base and the adapters' A
+    products = [n for g in graphs for n in g.graph.nodes if n.op == "call_function" and "beside" in str(n.target)]
+    assert len(products) == 4  # four groups, each with its base and its adapters
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+def test_results_of_an_adapter_start_at_aligned_addresses(rank):
+    model = tiny_model("qwen2", 0).double().eval()
+    add_adapter(model, new_config(rank, 8, ("all-linear",)), "student", trainable=True)
+    change(model, 0, ("student",))
+    copy = SamplingCopy(model, "student").model
+    besides = [m for m in copy.modules() if isinstance(m, BesideLinear)]
+    assert len(besides) == 4 * model.config.num_hidden_layers
+    assert {m.up.shape[1] % ALIGNED for m in besides} == {0}
+    torch.testing.assert_close(logits(copy), logits(model, "student"), rtol=0, atol=1e-12)

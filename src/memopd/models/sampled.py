@@ -3,8 +3,9 @@
 A decoding step of a small model is hundreds of tiny kernels, and their number is its time. So layers that read the
 same rows, such as the projections to queries, keys and values, are one product here. PEFT's layers launch six more
 kernels for every adapted layer: two casts of the precise weights, two products, a scale and a sum. Here the casts are
-made once per `refresh`, and two products are left for every group, the second of which adds to the base's output. It
-rounds as the model does, up to the two results in between that are no longer rounded.
+made once per `refresh`, the rows of A follow those of the base in memory and are part of its product, and one kernel is
+left for every group, which adds B's product to the base's output in place. It rounds as the model does, up to the two
+results in between that are no longer rounded.
 
 Merging the adapter into a copy of the base would launch none, but in half precision it loses whatever is smaller than
 the rounding of a weight, which is most of a young adapter.
@@ -28,6 +29,7 @@ from torch.nn.functional import linear
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+ALIGNED = 8  # rows: a product's results start at multiples of 16 bytes in half precision
 DEVICES = ("cuda",)  # where the number of kernels decides how long a step takes
 
 
@@ -45,7 +47,7 @@ class SamplingCopy:
 
     def __init__(self, source: Any, adapter: str | None = None) -> None:
         for group in _groups(source, adapter):
-            _join([base_of(layer) for layer in group])
+            _join([base_of(layer) for layer in group], _room(group, adapter))
         shared = {id(t): t for t in (*source.parameters(), *source.buffers())}
         self.model = deepcopy(source, shared).eval()  # so that the copies of modules hold the very tensors
         self._casts: list[Tensor] = []
@@ -61,18 +63,19 @@ class SamplingCopy:
     def _replace_group(
         self, parent: nn.Module, names: Sequence[str], group: Sequence[Any], adapter: str | None
     ) -> None:
-        bases = [base_of(layer) for layer in group]
-        together = Together(self._beside(group, adapter, _joined(bases)), [len(base.weight) for base in bases])
+        together = Together(self._beside(group, adapter), [len(base_of(layer).weight) for layer in group])
         for i, name in enumerate(names):
             setattr(parent, name, Member(together, i))
 
-    def _beside(self, group: Sequence[Any], adapter: str | None, base: nn.Module | None = None) -> nn.Module:
-        """The layers of a group as one, `base`, with their adapters beside it."""
-        base = base_of(group[0]) if base is None else base
+    def _beside(self, group: Sequence[Any], adapter: str | None) -> nn.Module:
+        """The layers of a group as one, with their adapters beside it."""
+        room = _room(group, adapter)
+        whole = _joined([base_of(layer) for layer in group], room)
         if adapter is None or not _has(group[0], adapter):
-            return base
+            return whole
         weights = [(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight) for layer in group]
-        made = BesideLinear(base, weights, group[0].scaling[adapter])
+        scale = group[0].scaling[adapter]
+        made = BesideLinear(whole, weights, scale, room) if room else BesideAny(whole, *weights[0], scale)
         self._casts += made.parts
         self._weights += [weight for pair in weights for weight in pair]
         return made
@@ -89,10 +92,16 @@ def base_of(layer: Any) -> Any:
 
 
 def _groups(model: Any, adapter: str | None) -> Iterator[list[Any]]:
+    """The layers that are one product, each in one group."""
+    grouped: set[int] = set()
     for parent in model.modules():
         for names in TOGETHER:
             if group := _group(parent, names, adapter):
+                grouped |= {id(layer) for layer in group}
                 yield group
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear) and id(layer) not in grouped and _room([layer], adapter):
+            yield [layer]
 
 
 def _group(parent: nn.Module, names: Sequence[str], adapter: str | None) -> list[Any]:
@@ -111,18 +120,30 @@ def _has(layer: Any, adapter: str) -> bool:
     return isinstance(layer, LoraLinear) and adapter in layer.lora_A
 
 
-def _join(bases: Sequence[nn.Linear]) -> None:
-    """Put the weights of several layers side by side in memory. The parameters stay the same objects."""
+def _room(group: Sequence[Any], adapter: str | None) -> int:
+    """How many rows the A of a group need, rounded up so that the results stay aligned in memory. Layers that are not
+    `nn.Linear`, such as GPT-2's, have none: they keep their weights the other way round."""
+    if adapter is None or not _has(group[0], adapter) or type(base_of(group[0])) is not nn.Linear:
+        return 0
+    return -(-sum(len(layer.lora_A[adapter].weight) for layer in group) // ALIGNED) * ALIGNED
+
+
+def _join(bases: Sequence[nn.Linear], room: int) -> None:
+    """Put the weights of several layers side by side in memory, with `room` more rows of zeros. The parameters stay the
+    same objects."""
     weights, biases = [base.weight for base in bases], [base.bias for base in bases if base.bias is not None]
     for parameters in (weights, biases) if biases else (weights,):
-        joined = torch.cat([p.data for p in parameters])
-        for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+        rows = [p.data for p in parameters]
+        joined = torch.cat([*rows, rows[0].new_zeros(room, *rows[0].shape[1:])])
+        for parameter, part in zip(parameters, joined.split([len(p) for p in rows] + [room]), strict=False):
             parameter.data = part
 
 
-def _joined(bases: Sequence[nn.Linear]) -> nn.Linear:
+def _joined(bases: Sequence[Any], room: int) -> Any:
     """Layers whose weights `_join` put side by side, as one layer over the same memory."""
-    rows = sum(len(base.weight) for base in bases)
+    if len(bases) == 1 and not room:
+        return bases[0]
+    rows = sum(len(base.weight) for base in bases) + room
     first = bases[0]
     whole = nn.Linear(first.in_features, rows, first.bias is not None, device="meta")
     whole.weight = _whole(first.weight, rows)
@@ -169,28 +190,57 @@ class Member(nn.Module):
 class BesideLinear(nn.Module):
     """base(x) + scale · B A x, for sampling: it has no gradient in A and B.
 
-    For a group of layers, A has the rows of all their A, and B has their B on its diagonal.
+    The last `room` rows of `whole` are those of A. For a group of layers, A has the rows of all their A, and B has
+    their B on its diagonal.
     """
 
-    def __init__(self, base: nn.Module, adapters: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
+    def __init__(self, whole: nn.Linear, adapters: Sequence[tuple[Tensor, Tensor]], scale: float, room: int) -> None:
         super().__init__()
-        self.base, self.scale = base, scale
-        dtype = next(base.parameters()).dtype
-        down = torch.cat([a.detach().to(dtype) for a, _ in adapters])
-        up = torch.block_diag(*(b.detach().to(dtype) for _, b in adapters))
-        self.down, self.up = (nn.Parameter(w.contiguous(), requires_grad=False) for w in (down, up))
-        self.parts = list(self._parts(adapters))
+        self.whole, self.scale = whole, scale
+        rows = len(whole.weight) - room
+        self.up = nn.Parameter(whole.weight.new_zeros(rows, room), requires_grad=False)
+        self.parts = list(self._parts(adapters, whole.weight.data[rows:]))
+        torch._foreach_copy_(self.parts, [w.detach() for pair in adapters for w in pair])
 
-    def _parts(self, adapters: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+    def _parts(self, adapters: Sequence[tuple[Tensor, Tensor]], down: Tensor) -> Iterator[Tensor]:
         """The places of every A and B, in order."""
         rank = row = 0
         for a, b in adapters:
-            yield self.down.data[rank : rank + len(a)]
+            yield down[rank : rank + len(a)]
             yield self.up.data[row : row + len(b), rank : rank + len(a)]
             rank, row = rank + len(a), row + len(b)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x)
-        down = linear(x, self.down).flatten(0, -2)
-        out.view(-1, out.shape[-1]).addmm_(down, self.up.t(), alpha=self.scale)
+        out: Tensor = beside(x, self.whole.weight, self.whole.bias, self.up, self.scale)
         return out
+
+
+class BesideAny(nn.Module):
+    """The same beside a layer of any kind, with one product more."""
+
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor, scale: float) -> None:
+        super().__init__()
+        self.base, self.scale = base, scale
+        dtype = next(base.parameters()).dtype
+        self.down, self.up = (nn.Parameter(w.detach().to(dtype, copy=True), requires_grad=False) for w in (a, b))
+        self.parts = [self.down.data, self.up.data]
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = linear(x, self.down)
+        out: Tensor = self.base(x)
+        return out.add_(linear(low, self.up), alpha=self.scale)
+
+
+@torch.library.custom_op("memopd::beside", mutates_args=())
+def beside(x: Tensor, whole: Tensor, bias: Tensor | None, up: Tensor, scale: float) -> Tensor:
+    """One operator, because the compiler would copy the base's output before it adds to it."""
+    rows, room = up.shape
+    both = linear(x, whole, bias)
+    flat = both.view(-1, rows + room)
+    flat[:, :rows].addmm_(flat[:, rows:], up.t(), alpha=scale)
+    return both[..., :rows]
+
+
+@beside.register_fake
+def _(x: Tensor, whole: Tensor, bias: Tensor | None, up: Tensor, scale: float) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(whole))[..., : len(up)]
