@@ -104,7 +104,8 @@ def test_captured_steps_sample_what_single_steps_do(monkeypatch):
     captured = LocalEngine(model, None, slots=12, max_length=256)
     made = captured.generate(some)
     assert captured._decoder.graphs
-    monkeypatch.setattr(local_module.LocalEngine, "_can_replay", lambda self: False)
+    assert captured._decoder.prompts.graphs
+    monkeypatch.setattr(local_module.LocalEngine, "_can_capture", lambda self: False)
     expected = LocalEngine(model, None, slots=12, max_length=256).generate(some)
     same = sum(a.tokens.tolist() == b.tokens.tolist() for a, b in zip(made, expected, strict=True))
     assert same >= 79  # one draw within rounding of a boundary is allowed for

@@ -26,6 +26,8 @@ from memopd.models.support import sharing
 # share a call.
 CALL_COST = 150
 
+TILE_QUERIES = 64  # of a tile on a GPU: tokens × heads of a group
+
 CLOSE = 0.1  # of the logits' spread: rounding is far below it in every precision, a layer that we misread far above
 
 
@@ -42,6 +44,21 @@ class Span:
     def length(self) -> int:
         """The number of keys that the last token sees."""
         return self.position + self.count
+
+
+def tile_size(groups: int) -> int:
+    """How many tokens a tile of the GPU's kernel has, with `groups` query heads for each key-value head."""
+    return max(1, TILE_QUERIES // groups)
+
+
+def pieces_of(spans: Sequence[Span], size: int, length: int) -> np.ndarray[Any, Any]:
+    """The spans in tiles of at most `size` tokens: four rows, the fields of kernel.Tiles."""
+    pieces = [
+        (s.first + at, min(size, s.count - at), s.slot * length, s.position + at)
+        for s in spans
+        for at in range(0, s.count, size)
+    ]
+    return np.array(pieces, np.int64).T.copy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from memopd.engine.guide import guides_of
-from memopd.engine.local.attention import Groups, Pass, check_model, group
+from memopd.engine.local.attention import Groups, Pass, Span, check_model, group
 from memopd.engine.local.cache import WORTHWHILE, Cache, Slots
 from memopd.engine.local.sequence import FlatRow, SampledSequence, draw_tokens, end_tokens, read_request
 from memopd.engine.local.session import LocalSession
@@ -39,11 +39,13 @@ log = logging.getLogger("memopd")
 # New prompt tokens per pass; a longer prompt gets a pass of its own. Short rows suit a CPU's caches, long ones a GPU.
 PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
 
-# On a GPU a pass in which prompts enter is not replayed from a graph. It takes as long as E replayed steps, and every
-# running sequence waits for it. If prompts enter every n steps and a call samples L tokens, the passes cost E/n and the
-# time before a call enters n/2L of the sampling time; the sum is least at n = √(2EL). So if fewer than 1/FEW as many
-# requests of sessions wait as sequences run, they wait for up to REPLAYS replays since prompts last entered. The rule
-# counts steps and reads no clock. Other requests enter at once.
+LARGEST_GRAPH = 12288  # rows of a captured pass; larger ones, of very long prompts, keep the GPU busy by themselves
+
+# On a GPU a pass in which prompts enter takes as long as E steps, and every running sequence waits for it. If prompts
+# enter every n steps and a call samples L tokens, the passes cost E/n and the time before a call enters n/2L of the
+# sampling time; the sum is least at n = √(2EL). So if fewer than 1/FEW as many requests of sessions wait as sequences
+# run, they wait for up to REPLAYS replays since prompts last entered. The rule counts steps and reads no clock. Other
+# requests enter at once.
 FEW, REPLAYS = 4, 2
 
 
@@ -375,6 +377,28 @@ class LocalEngine:
     def _pass(self, entering: Sequence[tuple[SampledSequence, int]]) -> list[SampledSequence]:
         """One forward pass: a token of every running sequence, and the new tokens of the prompts that enter."""
         row = FlatRow.of(self._running, entering, self.max_length)
+        logits = self._logits(row)
+        self._slots.filled(s.slot for s, _ in entering)
+        everyone = [*self._running, *(s for s, _ in entering)]
+        tokens, logprobs = draw_tokens(everyone, logits)
+        if entering:
+            self._running, self._groups = sorted(everyone, key=lambda s: s.slot), None
+            self._replays = 0
+        return self._take(everyone, [tokens], [logprobs])
+
+    def _logits(self, row: FlatRow) -> Tensor:
+        """The logits that follow every sequence of `row`."""
+        if self._can_capture() and len(row.ids) <= LARGEST_GRAPH:
+            from memopd.engine.local.graphs import NotCaptured
+
+            try:
+                return self._graphs().logits(row)
+            except NotCaptured as why:
+                self._not_captured(why)
+        return self._model_logits(row)
+
+    def _model_logits(self, row: FlatRow) -> Tensor:
+        """The same, kernel by kernel."""
         slots, lengths = [s.slot for s in self._running], [s.length for s in self._running]
         if self._groups is None and self._device.type == "cpu":
             self._groups = group(slots, lengths, self.max_length, self.model.dtype)
@@ -385,7 +409,7 @@ class LocalEngine:
             groups=() if self._groups is None else self._groups.at(slots, lengths),
             alone=row.entering,
         )
-        logits = self.model(
+        logits: Tensor = self.model(
             input_ids=self._tensor(row.ids)[None],
             position_ids=self._tensor(row.positions)[None],
             attention_mask=None,
@@ -393,25 +417,31 @@ class LocalEngine:
             logits_to_keep=self._tensor(row.last),
             memopd_scheme=this,  # not compiled: for few rows, compiled layers cost the host twice as much
         ).logits[0]
-        self._slots.filled(s.slot for s, _ in entering)
-        everyone = [*self._running, *(s for s, _ in entering)]
-        tokens, logprobs = draw_tokens(everyone, logits)
-        if entering:
-            self._running, self._groups = sorted(everyone, key=lambda s: s.slot), None
-            self._replays = 0
-        return self._take(everyone, [tokens], [logprobs])
+        return logits
 
-    def _can_replay(self) -> bool:
-        """Whether a CUDA graph can run the next steps. This is known after a first pass has used every layer."""
-        if self._device.type != "cuda" or not self._cache.layers or self._cache.special or not self._captures:
+    def _can_capture(self) -> bool:
+        """Whether CUDA graphs can run the passes. This is known after a first pass has used every layer."""
+        if self._device.type != "cuda" or not self._captures:
             return False
-        if not all(s.is_plain for s in self._running):
-            return False
+        if not self._cache.layers:  # one token, in the slot that no sequence uses: sequences' own passes are all alike
+            one, slot = np.zeros(1, np.int64), self._cache.slots - 1
+            self._model_logits(FlatRow(one, one, one + slot * self.max_length, one, [Span(slot, 0, 1, 0)], []))
+        return not self._cache.special
+
+    def _graphs(self) -> Any:
         if self._decoder is None:
             from memopd.engine.local.graphs import Decoder  # imports Triton, which exists only with a GPU
 
             self._decoder = Decoder(self.model, self._cache, self._fused)
-        return True
+        return self._decoder
+
+    def _not_captured(self, why: Exception) -> None:
+        log.warning("engine: %s cannot be captured, steps run one by one (%s)", type(self.model).__name__, why)
+        self._captures = False
+
+    def _can_replay(self) -> bool:
+        """Whether a CUDA graph can run the next steps."""
+        return self._can_capture() and all(s.is_plain for s in self._running)
 
     def _replay(self) -> list[SampledSequence]:
         """A few steps of all running sequences, before the host reads the tokens."""
@@ -425,10 +455,9 @@ class LocalEngine:
             uniforms = s.uniforms.until(done + steps)[done : done + steps]
             rows.append(Row(s.slot, s.tokens[-1], s.length - 1, uniforms, kind.temperature, kind.top_k, kind.top_p))
         try:
-            sampled = self._decoder.decode(rows, steps)
+            sampled = self._graphs().decode(rows, steps)
         except NotCaptured as why:
-            log.warning("engine: %s cannot be captured, steps run one by one (%s)", type(self.model).__name__, why)
-            self._captures = False
+            self._not_captured(why)
             return self._pass([])
         self._replays += 1
         return self._take(list(self._running), *sampled)

@@ -8,17 +8,20 @@ steps do not depend on these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from memopd.engine.local.attention import Pass
 from memopd.engine.local.cache import Cache
 from memopd.engine.local.kernel import Tiles
+from memopd.engine.local.prompts import PromptGraphs
 from memopd.engine.local.sampler import draw
+from memopd.engine.local.sequence import FlatRow
 from memopd.models.attention import Scheme
 from memopd.models.compiled import Opaque, compiled
 
@@ -67,6 +70,7 @@ class Decoder:
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.addresses: list[int] = []  # of the parameters that the graphs read
         self.pool = torch.cuda.graph_pool_handle()  # graphs can share it, as all results are in the buffers above
+        self.prompts = PromptGraphs(model, cache, self.capture, fused)
 
     def decode(self, rows: Sequence[Row], steps: int) -> tuple[Any, Any]:
         """`steps` tokens and their log p for every row: two lists of lists, step by step."""
@@ -97,31 +101,39 @@ class Decoder:
         for buffer, column in zip([*into, *self.uniforms[:steps]], whole, strict=True):
             buffer[:size].copy_(column)
 
-    def _graph(self, size: int, cut: bool) -> torch.cuda.CUDAGraph:
+    def logits(self, row: FlatRow) -> Tensor:
+        """The logits of a pass in which prompts enter, one row per sequence; valid until the next pass."""
+        self._check_addresses()
+        return self.prompts.run(row)
+
+    def _check_addresses(self) -> None:
         addresses = [p.data_ptr() for p in self.model.parameters()]
         if addresses != self.addresses:
-            self.graphs, self.addresses = {}, addresses
+            self.graphs, self.prompts.graphs, self.addresses = {}, {}, addresses
+
+    def _graph(self, size: int, cut: bool) -> torch.cuda.CUDAGraph:
+        self._check_addresses()
         if (size, cut) not in self.graphs:
-            self.graphs[size, cut] = self._capture(size, cut)
+            kept = [x.clone() for x in (self.ids, self.positions)]
+            self.step.zero_()
+            self.graphs[size, cut] = self.capture(lambda: self._step(size, cut))
+            for buffer, before in zip((self.ids, self.positions), kept, strict=True):
+                buffer.copy_(before)  # the first replay overwrites what the step outside the graph wrote to the cache
         return self.graphs[size, cut]
 
-    def _capture(self, size: int, cut: bool) -> torch.cuda.CUDAGraph:
-        kept = [x.clone() for x in (self.ids, self.positions)]
-        self.step.zero_()
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):  # compiles kernels and initialises libraries outside the graph
-            self._step(size, cut)
+            step()
         main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:  # thread_local, because other threads of the process, such as a trainer's, may allocate meanwhile
             capturing = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
             with torch.cuda.stream(main), capturing:  # restores `main`: a failed capture would leave its own stream set
-                self._step(size, cut)
+                step()
         except RuntimeError as why:
             raise NotCaptured(str(why).splitlines()[0]) from why
-        for buffer, before in zip((self.ids, self.positions), kept, strict=True):
-            buffer.copy_(before)  # the first replay overwrites what the step outside the graph wrote to the cache
         return graph
 
     def _step(self, size: int, cut: bool) -> None:

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 64  # queries per tile: tokens × heads of a group
+from memopd.engine.local.attention import Span, pieces_of, tile_size
+
 BLOCK = 16384  # bytes of keys read at once, so that wide heads in float32 still fit a small GPU's shared memory
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    first: Tensor  # [tiles] int32, the tile's first token in the flat row
-    count: Tensor  # [tiles] int32, its tokens; 0: nothing to do
+    first: Tensor  # [tiles] the tile's first token in the flat row
+    count: Tensor  # [tiles] its tokens; 0: nothing to do
     start: Tensor  # [tiles] int64, the first row of its slot in the cache
     position: Tensor  # [tiles] int64, of its first token
     tokens: int  # the most tokens in a tile
@@ -45,15 +44,10 @@ class Tiles:
         return out
 
 
-def tiles_of(spans: Sequence[Any], groups: int, length: int, device: torch.device) -> Tiles:
-    """The tiles of a pass, of at most ROWS queries each."""
-    size = 1 if all(s.count == 1 for s in spans) else max(1, ROWS // groups)
-    pieces = [
-        (s.first + at, min(size, s.count - at), s.slot * length, s.position + at)
-        for s in spans
-        for at in range(0, s.count, size)
-    ]
-    first, count, start, position = torch.as_tensor(np.array(pieces, np.int64).T.copy(), device=device)
+def tiles_of(spans: Sequence[Span], groups: int, length: int, device: torch.device) -> Tiles:
+    """The tiles of a pass."""
+    size = 1 if all(s.count == 1 for s in spans) else tile_size(groups)
+    first, count, start, position = torch.as_tensor(pieces_of(spans, size, length), device=device)
     return Tiles(first.int(), count.int(), start, position, size)
 
 
