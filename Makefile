@@ -39,12 +39,13 @@ test-vllm: $(READY)
 	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \
 	    MEMOPD_VLLM_PYTHON="$(VLLM)/bin/python" $(BIN)/python -m pytest tests/vllm -s
 
-# Tests in TRL's trainer, in an environment of its own on top of .venv. The folders in tests/ must not be on the import
-# path there: TRL would take tests/vllm for an installed vLLM.
+# Tests in TRL's trainer and of the benchmark's peers, in an environment of its own on top of .venv. The folders in tests/
+# must not be on the import path there: TRL would take tests/vllm for an installed vLLM.
 test-trl: $(READY)
 	@sh tests/trl/environment.sh "$(TRL)"; status=$$?; \
 	    if [ $$status -eq 3 ]; then exit 0; elif [ $$status -ne 0 ]; then exit $$status; fi; \
-	    "$(TRL)/bin/python" -m pytest tests/trl --override-ini pythonpath= --import-mode importlib
+	    "$(TRL)/bin/python" -m pytest tests/trl tests/benchmarks/test_peers_bench.py --override-ini pythonpath=. \
+	        --import-mode importlib
 
 # Tests with other people's clients and agents, in environments of their own, against a gateway from .venv.
 test-clients: $(READY)

@@ -175,6 +175,24 @@ def test_a_stop_that_ends_inside_a_token_keeps_the_token(name, after):
     assert visible_text(tokenizer(name), ids[:end], STOPS, keep_stop=True) == "<think>a</think><search>b</search>"
 
 
+def test_a_stop_that_cuts_a_character_of_several_bytes(name):
+    """Every token that ends inside a character, stopped by what is before it: half of a character is never shown."""
+    texts = [(i, text, text.decode(errors="ignore")) for i, text in enumerate(vocabulary(name)[:-UNKNOWN])]
+    cut = [(i, said) for i, text, said in texts if said and said.encode() != text and text.startswith(said.encode())]
+    assert len(cut) > 30
+    hello = codec_of(tokenizer(name)).encode("hello").tolist()
+    for i, stop in cut:
+        ids = np.array([*hello, i], np.int32)
+        streamed = StreamedText(tokenizer(name), (stop,))
+        shown = "".join(streamed.feed([one]) for one in ids.tolist())
+        assert shown + streamed.end("hello") == visible_text(tokenizer(name), ids, [stop]) == "hello"
+        assert visible_text(tokenizer(name), ids, [stop], keep_stop=True) == f"hello{stop}"
+    for i, stop in cut[:: len(cut) // 3]:
+        stops = Stops((stop,), vocabulary(name))
+        assert not stops.end(hello)
+        assert stops.end([*hello, i])
+
+
 # ---- contexts -----------------------------------------------------------------------------------------------------
 
 

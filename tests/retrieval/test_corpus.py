@@ -47,6 +47,8 @@ def test_titles_and_texts_with_or_without_ids(tmp_path, name):
         {"_id": "b", "title": "BEIR", "text": "Its ids."},
         {"idx": 0, "title": "A\nlist", "text": "Of HippoRAG."},
         {"title": "Velm", "text": "The Velm is a river."},
+        {"id": "12", "url": "u", "title": "HotpotQA", "text": ["A sentence.", " Another."], "charoffset": [[]]},
+        {"id": 13, "title": "2Wiki", "sentences": ["A sentence.", "Another."], "mentions": []},
     ]
     lines = "\n".join(json.dumps(row) for row in rows) if name.endswith("l") else json.dumps(rows)
     path = tmp_path / name
@@ -56,6 +58,8 @@ def test_titles_and_texts_with_or_without_ids(tmp_path, name):
         Passage("b", "BEIR", "Its ids."),
         Passage("0", "A list", "Of HippoRAG."),
         Passage("4883f6971f92b757", "Velm", "The Velm is a river."),
+        Passage("12", "HotpotQA", "A sentence. Another."),
+        Passage("13", "2Wiki", "A sentence. Another."),
     ]
 
 
@@ -65,6 +69,7 @@ def test_titles_and_texts_with_or_without_ids(tmp_path, name):
         ({"id": "17"}, r"corpus\.json: a \.json corpus must be one list"),
         ([GOOD, 3], r"corpus\.json: item 1: must be a JSON object; .*--skip-bad"),
         ([{"title": 3, "text": "x"}], "item 0: title, text: must be strings"),
+        ([{"title": "T", "text": ["x", 3]}], "item 0: title, text: must be strings, or the text a list of sentences"),
     ],
 )
 def test_a_malformed_list_is_named(tmp_path, value, message):

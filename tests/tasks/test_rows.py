@@ -35,6 +35,9 @@ TWO_WIKI = {  # its sentences do not begin with a space
     **HOTPOTQA,
     "context": [[title, [s.strip() for s in sentences]] for title, sentences in HOTPOTQA["context"]],
     "evidences": [[FILM[0], "star", ACTRESS[0]]],
+    "evidences_id": [["Q1", "star", "Q2"]],
+    "answer_id": "Q3",
+    "entity_ids": "Q1_Q2",
 }
 HUB = {  # both, as columns
     **{name: value for name, value in HOTPOTQA.items() if name not in ("_id", "level")},
@@ -75,6 +78,12 @@ SQUAD = {
         }
     ],
 }
+
+
+def unlabelled(row):
+    """As in the files of the test sets."""
+    hidden = {"answer", "answer_aliases", "answerable", "supporting_facts", "evidences", "question_decomposition"}
+    return {name: value for name, value in row.items() if name not in hidden}
 
 
 def saved(path, value):
@@ -129,6 +138,8 @@ def test_nq_open(tmp_path):
         ("q.json", [{**HOTPOTQA, "context": [["a", "b"]]}], "context: must be a list of titles with sentences"),
         ("q.json", [{**HOTPOTQA, "answer": None}], "item 0: answer: must be a list of strings"),
         ("q.jsonl", [{**MUSIQUE, "paragraphs": [{"title": "a"}]}], "line 1: paragraphs: paragraph_text: must be a str"),
+        ("q.jsonl", [unlabelled(MUSIQUE)], "line 1: answer: missing; published test sets have none"),
+        ("q.json", [unlabelled(TWO_WIKI)], "item 0: answer: missing; published test sets have none"),
         ("q.jsonl", [{"id": "x", "question": "who"}], "golden_answers: must be a list of strings, got null"),
     ],
 )

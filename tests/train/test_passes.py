@@ -1,6 +1,8 @@
 """An update makes no pass that it does not need. Its results are those of one that makes them all, bit for bit."""
 
 from collections import Counter
+from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from memopd.config import load_config
 from memopd.train.algorithms import ALGORITHMS, GRPO
 from memopd.train.batch import compile_batches
 from memopd.train.diagnostics import describe
+from memopd.train.later import held, unknown
 from memopd.train.learner import build
 from memopd.train.scoring import score_batches
 from memopd.train.terms import make_terms
 from memopd.train.traces import make_traces
-from memopd.train.update import update
+from memopd.train.update import tokens_of, update, update_actor
 
 CPU = torch.device("cpu")
 BARE = {"optimise.reference": "0", "optimise.budget": "700"}
@@ -81,6 +84,37 @@ def test_the_first_mini_batch_computes_its_own_old_policy(settings):
     assert saved.keys() == {"student"}
     assert saved["student"] in packs  # those of one mini-batch
     assert sum(packs) > len(packs)  # several packs each, so that this is not one pass by chance
+
+
+def not_detached(monkeypatch) -> None:
+    """π_old is the pass itself, with its gradient: the ratio is always one, and the reward has no gradient."""
+
+    def mutated(batch, work, known, logp, *more):
+        tokens = tokens_of(batch, work, known, logp, *more)
+        return tokens if unknown(known, "logp_old") is None else replace(tokens, logp_old=logp)
+
+    monkeypatch.setattr(import_module("memopd.train.update"), "tokens_of", mutated)
+
+
+def each_its_own(monkeypatch) -> None:
+    """Every mini-batch takes its own pass for π_old, also after the weights have moved."""
+
+    def mutated(learner, batch, terms, *more, **named):
+        held(terms, "logp_old").value = None
+        return update_actor(learner, batch, terms, *more, **named)
+
+    monkeypatch.setattr(import_module("memopd.train.update"), "update_actor", mutated)
+
+
+@pytest.mark.parametrize("mutate", [not_detached, each_its_own])
+def test_a_wrong_old_policy_is_noticed(monkeypatch, mutate):
+    settings = {"optimise.algorithm": "grpo", "optimise.mini_batch": "4", "teacher.state": "none"}
+    then = one_step(settings, in_advance=True)
+    mutate(monkeypatch)
+    now = one_step(settings, in_advance=False)
+    assert now[0]["first_ratio_error"] == 0  # which alone would not tell
+    with pytest.raises(AssertionError):
+        assert_same(now, then)
 
 
 def test_with_a_reference_the_old_policy_is_scored_before_the_credit():

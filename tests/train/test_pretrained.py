@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
-import torch
 from command import memopd
-from fastapi.testclient import TestClient
 
-from memopd.engine.local import LocalEngine
-from memopd.gateway.server import create_app
-from memopd.models.load import load_causal_lm, load_tokenizer
+from memopd.models.load import load_tokenizer
 from memopd.record import read_episodes
 from memopd.train.log import read_metrics
 
@@ -114,20 +114,36 @@ def test_a_short_round_of_every_command(smollm2, tmp_path):
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
 
 
+@contextmanager
+def gateway(model: Path, store: Path) -> Iterator[str]:
+    """`memopd gateway` as a user starts it. Its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "memopd.cli", "gateway", "--model", model, "--store", store, "--port", str(port)]
+    line += ["--max-length", "512", "--slots", "1"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert f"http://127.0.0.1:{port}/episodes/NAME/v1" in process.stdout.readline()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            assert "Traceback" not in process.stderr.read()
+
+
 def test_the_gateway_records_what_it_samples(smollm2, tmp_path):
     tokenizer = load_tokenizer(str(smollm2))
-    engine = LocalEngine(load_causal_lm(str(smollm2), torch.float32).eval(), tokenizer, slots=1, max_length=512)
     asked = {
-        "model": "smollm2",
+        "model": smollm2.name,
         "messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}],
         "max_tokens": 24,
-        "temperature": 0,
+        "seed": 0,
         "stop": ["."],
         "return_token_ids": True,
     }
-    with TestClient(create_app(engine, tmp_path / "store", model="smollm2")) as client:
-        answer = client.post("/episodes/e/v1/chat/completions", json=asked).json()
-        assert client.post("/episodes/e/reward", json={"reward": 1}).status_code == 200
+    retries = httpx.HTTPTransport(retries=5)  # the address is printed before the port is open
+    with gateway(smollm2, tmp_path / "store") as url, httpx.Client(transport=retries, timeout=300) as client:
+        answer = client.post(f"{url}/episodes/e/v1/chat/completions", json=asked).raise_for_status().json()
+        client.post(f"{url}/episodes/e/reward", json={"reward": 1}).raise_for_status()
     (episode,) = read_episodes(tmp_path / "store")
     (call,) = episode.calls
     assert call.prompt.tolist() == answer["prompt_token_ids"]
@@ -136,3 +152,6 @@ def test_the_gateway_records_what_it_samples(smollm2, tmp_path):
     assert said
     assert tokenizer.decode(call.completion, skip_special_tokens=True).startswith(said)
     assert tokenizer.decode(call.prompt).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName")
+    report = json.loads(run("audit", tmp_path / "store", "--model", smollm2, "--json"))
+    assert report["passed"]
+    assert report["recorded"]["p99"] < 1e-3

@@ -4,7 +4,8 @@
 
 `contents` is the title line, in double quotes, and the text. Rows are read one at a time, so a corpus need not fit in
 memory. Other corpora have `title` and `text` instead, and perhaps no id, or are one list in a .json file, which is read
-whole. A passage without an id gets a digest of its title and text.
+whole. The text may be a list of sentences, as in the corpora of HotpotQA (`text`) and 2WikiMultihopQA (`sentences`). A
+passage without an id gets a digest of its title and text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from memopd.files import json_object, json_value, lines, whole
-from memopd.tasks.rows import passage_id
+from memopd.tasks.rows import joined, passage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _passage(row: Any) -> Passage:
     if not isinstance(row, dict):
         raise ValueError("must be a JSON object")
-    if "contents" not in row and {"title", "text"} <= row.keys():
+    if "contents" not in row and "title" in row and {"text", "sentences"} & row.keys():
         return _titled(row)
     for name in ("id", "contents"):
         if name not in row:
@@ -134,9 +135,11 @@ def _passage(row: Any) -> Passage:
 
 
 def _titled(row: dict[str, Any]) -> Passage:
-    title, text = row["title"], row["text"]
+    title, text = row["title"], row["text"] if "text" in row else row["sentences"]
+    if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
+        text = joined(text)
     if not isinstance(title, str) or not isinstance(text, str):
-        raise ValueError("title, text: must be strings")
+        raise ValueError("title, text: must be strings, or the text a list of sentences")
     given = next((row[name] for name in ("id", "_id", "idx") if row.get(name) is not None), passage_id(title, text))
     return Passage(_id(given, title + text), " ".join(title.split()), text)
 

@@ -31,6 +31,8 @@ _HOPS = re.compile(r"(\dhop)\d?_")  # MuSiQue's ids begin with the number of hop
 def question_of(row: Row, number: int) -> Question | None:
     """The question of a row, or None if it has no answer on purpose. `number` is its id if it has no other."""
     if "golden_answers" in row or not {"answer", "answers"} & row.keys():
+        if "golden_answers" not in row and {"context", "paragraphs"} & row.keys():
+            raise ValueError("answer: missing; published test sets have none: use the train or dev set")
         return _flashrag(row)
     if row.get("answerable") is False or row.get("is_impossible") is True or _spans(row) == []:
         return None
@@ -108,7 +110,12 @@ def _context(row: Row) -> Iterator[tuple[tuple[str, str], bool]]:
         for title, sentences in _pairs(row["context"], "context", "sentences"):
             if not isinstance(title, str) or not isinstance(sentences, list):
                 raise ValueError(f"context: must be a list of titles with sentences, got {short(row['context'])}")
-            yield (title, " ".join(str(sentence).strip() for sentence in sentences)), title in gold
+            yield (title, joined(sentences)), title in gold
+
+
+def joined(sentences: list[Any]) -> str:
+    """The text of a passage that is given as its sentences."""
+    return " ".join(str(sentence).strip() for sentence in sentences)
 
 
 def _pairs(value: Any, name: str, second: str) -> list[tuple[Any, Any]]:
