@@ -175,7 +175,8 @@ def show_recorded(name: Name, file: Path, work: Path, output: Path, collect: boo
         from paper.trajectories import Subject
 
         found: Findings = import_module(f"paper.{name}").findings(Subject(settings, work, track))
-        inputs = {name: getattr(settings, name) for name in ("model", "teacher", "tasks", "index")}
+        read = ("model", "adapter", "teacher", "teacher_adapter", "tasks", "index")
+        inputs = {name: getattr(settings, name) for name in read}
         made = provenance([machine()], asdict(settings), inputs) | {"passed": found.passed}
         paths, passed = write_page(name, settings, made, found, output), found.passed
     for path in paths:

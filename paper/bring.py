@@ -3,13 +3,14 @@
     python -m paper.bring pack runs/real OUT      what was made there
     python -m paper.bring unpack OUT runs/real    goes on here, or on the next machine
 
-What travels is what a run was made for: its adapter, configuration and metrics, and the evaluations. Checkpoints, episodes
-and traces stay. A run that has only its adapter counts as finished (paper/suite.py), and `pack` leaves out one that has
-none. Adapters travel in bfloat16, in which they are sampled: half the size, and the same fingerprint.
+A run travels as its adapter, configuration and metrics; evaluations travel too. Checkpoints, episodes and traces stay,
+so `pack` leaves out a run that is not finished. Adapters travel in bfloat16, the precision in which they are sampled:
+that is half the size, and the fingerprint in paper/evaluation.py is the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import tarfile
@@ -27,7 +28,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 SIZE = 15 << 20  # of a part
 PARTS = 8
 NAME = "runs.tar.xz"
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEPT = ("config.json", "metrics.jsonl")  # of a run, beside its adapter
 
 Work = Annotated[Path, typer.Argument(metavar="WORK", help="The folder with the runs, for example runs/real.")]
@@ -68,11 +69,11 @@ def pack(
 def unpack(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="The folder that `pack` wrote.")], work: Work
 ) -> None:
-    """Unpack what `pack` wrote. Existing runs and evaluations are kept as they are."""
+    """Unpack what `pack` wrote. A run that is finished here is kept as it is."""
     parts = sorted(folder.glob(f"{NAME}.*"))
     if not parts:
         raise ValueError(f"{folder}: has no {NAME}.0; name the folder that `pack` wrote")
-    there = {path.parent for path in work.rglob("adapter/adapter_config.json")}
+    here = set(finished_runs(work)) if work.is_dir() else set()
     written = 0
     with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts)), mode="r:xz") as tar:
         contents: dict[str, bytes] = {}  # of the files that others are the same as
@@ -81,7 +82,7 @@ def unpack(
             path = (work / member.name).resolve()
             if not path.is_relative_to(work.resolve()):
                 raise ValueError(f"{folder}: {member.name!r} would be written outside of {work}")
-            if path.exists() or (work / member.name).parent in there:
+            if here & set((work / member.name).parents):
                 continue
             with whole(path) as partial:
                 partial.write_bytes(content)
@@ -91,7 +92,7 @@ def unpack(
 
 def finished_runs(work: Path, names: list[str] | None = None) -> list[Path]:
     """The run directories with an adapter, also those of SFT."""
-    found = sorted(path.parent.parent for path in work.rglob("adapter/adapter_config.json"))
+    found = sorted(path.parent.parent for path in work.rglob(f"adapter/{CONFIG}"))
     if names is None:
         return found
     by_name = {folder.name: folder for folder in found}
@@ -119,12 +120,13 @@ def _tar(work: Path, runs: list[Path], results: list[Path]) -> bytes:
 def _files(runs: list[Path], results: list[Path]) -> Iterator[tuple[Path, bytes]]:
     for folder in runs:
         adapter = folder / "adapter"
+        yield from ((folder / name, (folder / name).read_bytes()) for name in KEPT if (folder / name).is_file())
         made = {f: f.read_bytes() for f in sorted(adapter.iterdir()) if f.is_file() and f.name != DIGESTS}
         made[adapter / WEIGHTS] = in_half(adapter / WEIGHTS)
         if (adapter / DIGESTS).is_file():
             made[adapter / DIGESTS] = _digests(adapter / DIGESTS, made[adapter / WEIGHTS])
-        yield from made.items()
-        yield from ((folder / name, (folder / name).read_bytes()) for name in KEPT if (folder / name).is_file())
+        last = adapter / CONFIG, made.pop(adapter / CONFIG)  # with it a run counts as finished
+        yield from (*made.items(), last)
     yield from ((path, path.read_bytes()) for path in results)
 
 
@@ -139,8 +141,6 @@ def in_half(weights: Path) -> bytes:
 
 def _digests(file: Path, weights: bytes) -> bytes:
     """The digests of the adapter's folder, with that of the rounded weights."""
-    import hashlib
-
     held = json.loads(file.read_text())
     if held.get(WEIGHTS) != digest(file.with_name(WEIGHTS)):
         raise ValueError(f"{file.parent}: its weights are damaged: make the run again")

@@ -59,6 +59,33 @@ def test_as_many_at_once_as_asked_and_no_more(tmp_path):
     assert most == 2
 
 
+def test_when_the_time_is_over_running_jobs_end_and_the_rest_is_named(tmp_path):
+    """The first job ends by itself, the second is ended in the middle of its work, the third never starts."""
+    trap = "trap 'touch {done}.asked; exit 1' TERM; touch {done}.began; while true; do sleep 0.01; done"
+    work = [
+        shell("quick", tmp_path, "touch {done}"),
+        shell("slow", tmp_path, trap),
+        shell("late", tmp_path, "touch {done}"),
+    ]
+    made = run_jobs(work, concurrent=1, until=time.monotonic() + 1.5)
+    assert (made.failed, made.unfinished) == ({}, ["slow", "late"])
+    assert [(tmp_path / name).exists() for name in ("quick", "slow.began", "slow.asked", "late")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    again = run_jobs([work[0], work[2]], concurrent=1, until=time.monotonic() + 60)
+    assert (again.failed, again.unfinished) == ({}, [])
+
+
+def test_a_process_that_ignores_the_request_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "GRACE_SECONDS", 0.1)
+    stubborn = shell("a", tmp_path, "trap '' TERM; echo $$ > {done}.pid; while true; do sleep 0.01; done")
+    assert run_jobs([stubborn], concurrent=1, until=time.monotonic() + 1).unfinished == ["a"]
+    assert not alive(int((tmp_path / "a.pid").read_text()))
+
+
 PARENT = """
 from pathlib import Path
 from paper.jobs import Job, run_jobs
