@@ -44,6 +44,7 @@ LABELS = {
 COLUMNS: tuple[Column, ...] = (EM, F1, PEAK)  # the paper's, but for time
 VALID = COSTS[0]
 PER_DATA: tuple[Column, ...] = (EM, F1, VALID, PEAK, DEPENDENCY)
+SHORT = ("f1", "peak")  # what is compared for each data set and convention; the JSON has all
 LISTED = ("Against each other", "Does the advantage grow with the horizon?")
 
 
@@ -118,14 +119,15 @@ def body_of(
         body += [f"## {LISTED[1]}", growth_table(lines)]
     for data, part in found.data.items():
         body += [f"## {data}", results_table(part, shown, PER_DATA)]
-        if lines := numbers["data"][data]["comparisons"]:
+        if lines := [c for c in numbers["data"][data]["comparisons"] if c["metric"] in SHORT]:
             body += [comparison_table(lines)]
     for convention, of in others.items():
         how, part = settings["conventions"][convention], numbers["conventions"][convention]
         seeds = ", ".join(map(str, how["seeds"]))
         body += [f"## At temperature {how['temperature']:g} and top-p {how['top_p']:g}, seed {seeds}"]
         body += [results_table(of, shown, PER_DATA)] if of.results else ["There is no result yet."]
-        body += [comparison_table(part["comparisons"])] if part["comparisons"] else []
+        if lines := [c for c in part["comparisons"] if c["metric"] in SHORT]:
+            body += [comparison_table(lines)]
     return body
 
 
