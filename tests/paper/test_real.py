@@ -1,8 +1,11 @@
 """What `paper/real` needs, on a tiny model: arms with adapters and their own rewards, data sets, conventions."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,12 +13,14 @@ from pathlib import Path
 import pytest
 from random_adapter import write_random
 from small import folder, write_result
+from typer.testing import CliRunner
 
 from memopd.agent.protocol import user_message
 from memopd.config import load_config
 from memopd.tasks.files import read_tasks, write_tasks
 from memopd.train.log import read_metrics
 from memopd.train.train import train
+from paper.__main__ import app
 from paper.comparisons import growth, orders
 from paper.evaluation import Part, evaluate, fingerprint, is_made, measured_with, read_plan
 from paper.jobs import Made
@@ -216,6 +221,36 @@ def test_only_named_jobs_run(work, monkeypatch):
         make(work, ["train:pop-0"])
 
 
+def test_the_command_chooses_the_version_and_its_jobs(tmp_path, monkeypatch):
+    """`--of` chooses settings and suite; `--only` makes no tables, and an end of the time is no failure."""
+    monkeypatch.chdir(ROOT)
+    asked = []
+
+    def made(parts, only, until):
+        asked.append((parts, only, until))
+        return Made(unfinished=["train:ppo-0"])
+
+    def command(*words):
+        return CliRunner().invoke(app, ["main", "control", "--work", str(tmp_path), *words])
+
+    wrong = command("--of", "real", "--only", "train:pop-0")
+    assert "unknown job 'train:pop-0': choose from train:ppo-0, train:memopd-0, train:memopd-0.02-0," in str(
+        wrong.exception
+    )
+    monkeypatch.setattr("paper.suite.make", made)
+    before = time.monotonic()
+    done = command("--of", "real", "--only", "train:ppo-0,evaluate:ppo-0", "--concurrent", "3", "--minutes", "9")
+    assert (done.exit_code, done.stdout) == (0, "not finished: train:ppo-0\n")
+    parts, only, until = asked[0]
+    assert (parts.suite.training, parts.suite.concurrent) == ("paper/real/training.toml", 3)
+    assert only == ["train:ppo-0", "evaluate:ppo-0"]
+    assert 540 <= until - before < 600
+    command("--of", "world", "--only", "train:ppo-0")
+    assert asked[1][0].suite.training == "paper/world/training.toml"
+    monkeypatch.setattr("paper.suite.make", lambda *_: Made(failed={"train:ppo-0": "out of memory"}))
+    assert command("--of", "real", "--only", "train:ppo-0").exit_code == 1
+
+
 # ---- tables
 
 SHOWN = Shown(
@@ -323,6 +358,42 @@ def test_an_order_needs_every_seed_and_the_interval(differences, low, holds):
     made = orders([line(2, differences, low)], [("MemOPD", "PPO")])
     assert [o["holds"] for o in made] == [holds]
     assert orders([line(2, differences, low)], [("PPO", "MemOPD")]) == []
+
+
+MAIN = """
+title = "Small"
+suite = "{folder}/suite-lora.toml"
+horizons = [1, 2]
+systems = ["teacher-mem1", "student-mem1", "ppo", "memopd", "teacher-only"]
+compare = [["memopd", "ppo"]]
+claims = [["memopd", "ppo"]]
+"""
+
+
+@pytest.mark.slow
+def test_some_jobs_on_one_machine_the_rest_on_another(tmp_path):
+    (tmp_path / "main.toml").write_text(MAIN.format(folder=shop()))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def python(*words):
+        subprocess.run([sys.executable, "-m", *map(str, words)], cwd=ROOT, env=environment, check=True)
+
+    def main(work, *more):
+        python("paper", "main", "--config", tmp_path / "main.toml", "--work", tmp_path / work, "-o", tmp_path, *more)
+
+    main("there", "--only", "train:ppo-0,evaluate:ppo-0", "--minutes", "0.02")  # ended before anything is done
+    assert not (tmp_path / "there" / "q2" / "ppo-0" / "adapter").exists()
+    main("there", "--only", "train:ppo-0,train:memopd-1,evaluate:ppo-0")
+    python("paper.bring", "pack", tmp_path / "there", tmp_path / "out")
+    python("paper.bring", "unpack", tmp_path / "out", tmp_path / "here")
+    kept = [*(tmp_path / "here").rglob("*-q1.json"), *(tmp_path / "here").rglob("*.safetensors")]
+    before = {file: file.stat().st_mtime_ns for file in kept}
+    assert len(before) == 4  # two data sets, two adapters
+    main("here")
+    made, _ = page(tmp_path)
+    assert made["missing"] == []
+    assert {r["system"] for r in made["data"]["b"]["results"]} == {r["system"] for r in made["results"]}
+    assert {file: file.stat().st_mtime_ns for file in kept} == before  # nothing was made again
 
 
 # ---- preparation
