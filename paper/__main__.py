@@ -1,17 +1,22 @@
-"""`python -m paper NAME`: reproduces a table or figure of the paper at the scale of the embedded world."""
+"""`python -m paper NAME`: reproduces a table or figure of the paper, on real questions or in the embedded world."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memopd.cli.config import overrides
 from memopd.cli.options import numbers, run, track
+
+if TYPE_CHECKING:
+    from paper.settings import Shown
+    from paper.suite import Work
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,8 +32,14 @@ class Name(StrEnum):
     packing = "packing"
 
 
+class Of(StrEnum):
+    real = "real"  # pretrained models and real questions
+    world = "world"  # small models and the embedded encyclopedia
+
+
 TRAINED = (Name.main, Name.single, Name.control)
-WORK, OUTPUT = Path("runs/paper"), Path("paper/results")
+DEFAULT = Of.world
+WORK = {Of.real: Path("runs/real"), Of.world: Path("runs/paper")}
 
 
 class Split(StrEnum):
@@ -39,16 +50,42 @@ class Split(StrEnum):
 @app.command()
 def experiment(
     names: Annotated[list[Name], typer.Argument(metavar="NAME...", help=f"The experiments: {', '.join(Name)}.")],
+    of: Annotated[
+        Of, typer.Option(help="real: pretrained models and real questions; world: the embedded world.")
+    ] = DEFAULT,
     config: Annotated[
-        Path | None, typer.Option(help="The settings of the experiment; by default paper/configs/NAME.toml.")
+        Path | None,
+        typer.Option(help="The settings of the experiment; by default NAME.toml in paper/real or paper/world."),
     ] = None,
-    work: Annotated[Path, typer.Option(help="The folder for runs and results. Existing ones are reused.")] = WORK,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for tables and pictures.")] = OUTPUT,
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder for runs and results, by default runs/real or runs/paper. Existing ones are reused."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="The folder for tables and pictures; by default results beside the settings."
+        ),
+    ] = None,
     split: Annotated[
         Split, typer.Option(help="The split to evaluate on; use dev to choose settings (main, single, control).")
     ] = Split.test,
     seeds: Annotated[str | None, typer.Option(help="Use only these seeds, for example 0,1.")] = None,
-    arms: Annotated[str | None, typer.Option(help="Train only these arms of ppo, persistent, memopd.")] = None,
+    arms: Annotated[
+        str | None, typer.Option(help="Train only these arms of the suite, for example ppo,memopd.")
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help="Run only these jobs, for example train:ppo-0,evaluate:ppo-0, and make no tables."),
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option(help="Processes that share the machine; by default as in the suite.", min=1)
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="End all processes after this time. The same command continues them.", min=0)
+    ] = None,
     change: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting of the training, for example optimise.lr=1e-5.")
     ] = None,
@@ -60,44 +97,69 @@ def experiment(
     """Reproduce tables and figures of the paper. Runs and results that already exist are reused."""
     if config is not None and len(names) > 1:
         raise ValueError("--config belongs to one experiment: name only that one")
-    files = {name: config or Path("paper/configs") / f"{name}.toml" for name in names}
+    work, output = work or WORK[of], output or Path("paper") / of / "results"
+    files = {name: config or Path("paper") / of / f"{name}.toml" for name in names}
     failed = 0
     if trained := {name: file for name, file in files.items() if name in TRAINED}:
-        failed = show_trained(
-            trained, work, output, split, seeds, arms, overrides([f"--{c}" for c in change or ()], {}), collect
-        )
+        parts, shown = planned(trained, work, split, seeds, arms, overrides([f"--{c}" for c in change or ()], {}))
+        if concurrent is not None:
+            parts = replace(parts, suite=replace(parts.suite, concurrent=concurrent))
+        if only is not None:
+            raise typer.Exit(run_only(parts, only, minutes))
+        failed = show_trained(parts, shown, output, minutes, collect)
     for name, file in files.items():
         if name not in TRAINED:
             failed += not show_recorded(name, file, work, output, collect)
     raise typer.Exit(1 if failed else 0)
 
 
-def show_trained(
-    files: dict[Name, Path], work: Path, output: Path, split: Split, seeds: str | None, arms: str | None,
-    changed: dict[str, str], collect: bool,
-) -> int:  # fmt: skip
-    """Make all runs that main, single and control share, then show each experiment. Return the number of failures."""
-    from paper.settings import Shown, Suite, chosen, load
+def planned(
+    files: dict[Name, Path], work: Path, split: Split, seeds: str | None, arms: str | None, changed: dict[str, str]
+) -> tuple[Work, dict[Name, Shown]]:
+    """The runs that main, single and control share, and what each of them shows."""
+    from paper.settings import Shown, Suite, check_systems, chosen, load, without
+    from paper.suite import Work
 
     shown = {name: load(Shown, file) for name, file in files.items()}
     if len({one.suite for one in shown.values()}) > 1:
         raise ValueError(f"{', '.join(files)} use different suites: run them one by one")
+    whole = load(Suite, Path(next(iter(shown.values())).suite))
+    for name, one in shown.items():
+        check_systems(one, whole, str(files[name]))
     suite = chosen(
-        load(Suite, Path(next(iter(shown.values())).suite)),
-        None if arms is None else tuple(arms.split(",")),
-        None if seeds is None else tuple(numbers(seeds)),
+        whole, None if arms is None else tuple(arms.split(",")), None if seeds is None else tuple(numbers(seeds))
     )
+    shown = {name: without(one, whole.arms.keys() - suite.arms.keys()) for name, one in shown.items()}
     wanted = dict.fromkeys((s, k) for one in shown.values() for k in one.horizons for s in one.systems)
-    from paper.suite import Work, make
+    return Work(suite, work, tuple(wanted), split, tuple(changed.items())), shown
+
+
+def run_only(parts: Work, names: str, minutes: float | None) -> int:
+    """Run the jobs of these names and return the exit status. An end of the time is no failure."""
+    from paper.suite import make
+
+    made = make(parts, names.split(","), deadline(minutes))
+    for name in made.unfinished:
+        print(f"not finished: {name}")
+    return 1 if made.failed else 0
+
+
+def show_trained(parts: Work, shown: dict[Name, Shown], output: Path, minutes: float | None, collect: bool) -> int:
+    """Make all runs, then show each experiment. Return the number of failures."""
+    from paper.jobs import Made
+    from paper.suite import make
     from paper.trained import rewritten, show
 
-    parts = Work(suite, work, tuple(wanted), split, tuple(changed.items()))
-    failed = {} if collect else make(parts)
+    made = Made() if collect else make(parts, until=deadline(minutes))
     for name, one in shown.items():
-        has_runs = not collect or any(parts.folder.glob(f"evaluations/{split}/*.json"))
-        for path in show(name, one, parts, failed, output) if has_runs else rewritten(name, one, output):
+        has_runs = not collect or any(parts.folder.glob(f"evaluations/{parts.split}/*.json"))
+        for path in show(name, one, parts, made.failed, output) if has_runs else rewritten(name, one, output):
             print(path)
-    return len(failed)
+    return len(made.failed)
+
+
+def deadline(minutes: float | None) -> float | None:
+    return None if minutes is None else time.monotonic() + 60 * minutes
 
 
 def show_recorded(name: Name, file: Path, work: Path, output: Path, collect: bool) -> bool:
@@ -113,7 +175,8 @@ def show_recorded(name: Name, file: Path, work: Path, output: Path, collect: boo
         from paper.trajectories import Subject
 
         found: Findings = import_module(f"paper.{name}").findings(Subject(settings, work, track))
-        inputs = {name: getattr(settings, name) for name in ("model", "teacher", "tasks", "index")}
+        read = ("model", "adapter", "teacher", "teacher_adapter", "tasks", "index")
+        inputs = {name: getattr(settings, name) for name in read}
         made = provenance([machine()], asdict(settings), inputs) | {"passed": found.passed}
         paths, passed = write_page(name, settings, made, found, output), found.passed
     for path in paths:

@@ -16,16 +16,23 @@ import numpy as np
 from benchmarks.output import markdown_table
 from memopd.evaluate import Measures, compare
 from memopd.evaluate.summary import Metric, by_task
-from paper.settings import ARMS
 
-COMPARED: tuple[Metric, ...] = ("em", "f1")
+# Metric -> heading, unit, digits. The units are the paper's.
+COMPARED: dict[Metric, tuple[str, float, int]] = {
+    "em": ("EM", 1, 3),
+    "f1": ("F1", 1, 3),
+    "valid": ("valid %", 1e-2, 1),
+    "peak": ("peak ×10²", 1e2, 2),
+    "dependency": ("dependency ×10⁵", 1e5, 3),
+}
+COSTS = ("peak", "dependency")  # the lower one is ahead
 Runs = dict[int, list[Measures]]  # seed -> tasks
 
 
-def compared(of_a: tuple[str, Runs], of_b: tuple[str, Runs], k: int) -> list[dict[str, Any]]:
-    """a - b on the seeds that both have. A system with a single run is compared with every seed."""
+def compared(of_a: tuple[str, Runs], of_b: tuple[str, Runs], k: int, b_is_trained: bool) -> list[dict[str, Any]]:
+    """a - b on the seeds that both have. A system that is not trained and has one run is compared with every seed."""
     (a, mine), (b, theirs) = of_a, of_b
-    if b not in ARMS and theirs.keys() == {0}:
+    if not b_is_trained and theirs.keys() == {0}:
         theirs = dict.fromkeys(mine, theirs[0])
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
@@ -47,7 +54,7 @@ def compared(of_a: tuple[str, Runs], of_b: tuple[str, Runs], k: int) -> list[dic
 
 def mean_of(measures: Sequence[Measures], metric: Metric) -> float:
     values = by_task(measures, metric)
-    assert values is not None  # EM and F1 are always recorded
+    assert values is not None  # these are always recorded
     return sum(values.values()) / len(values)
 
 
@@ -55,17 +62,32 @@ def comparison_table(lines: Sequence[dict[str, Any]]) -> str:
     rows = []
     for c in lines:
         seeds, tasks = c["over_seeds"], c["over_tasks"]
-        interval = "–" if seeds["low"] is None else f"{seeds['low']:+.3f} to {seeds['high']:+.3f}"
+        heading, unit, digits = COMPARED[c["metric"]]
+        interval = "–" if seeds["low"] is None else difference(seeds["low"], seeds["high"], unit=unit, digits=digits)
         student = "–" if seeds["p"] is None else f"{seeds['p']:.4f}"
         relative = "–" if c["relative"] is None else f"{100 * c['relative']:+.1f} %"
         rows.append([
-            f"{c['a']} − {c['b']}", f"Q{c['k']} {c['metric'].upper()}", f"{c['difference']:+.3f}", relative,
-            f"{seeds['ahead']} of {len(c['seeds'])}", interval, student, f"{seeds['p_signs']:.4f}",
-            f"{tasks['low']:+.3f} to {tasks['high']:+.3f}", f"{tasks['p']:.4f}",
+            f"{c['a']} − {c['b']}", f"Q{c['k']} {heading}", difference(c["difference"], unit=unit, digits=digits),
+            relative, f"{seeds_ahead(c)} of {len(c['seeds'])}", interval, student, f"{seeds['p_signs']:.4f}",
+            difference(tasks["low"], tasks["high"], unit=unit, digits=digits), f"{tasks['p']:.4f}",
         ])  # fmt: skip
     heads = ["systems", "measure", "difference", "relative", "seeds ahead", "95 % over seeds", "p, Student",
              "p, exact signs", "95 % over tasks", "p, bootstrap"]  # fmt: skip
     return markdown_table(heads, rows)
+
+
+def difference(*values: float, unit: float = 1, digits: int = 3) -> str:
+    """
+    >>> difference(-20.0, 35.0, unit=100, digits=2)
+    '-0.20 to +0.35'
+    """
+    return " to ".join(f"{value / unit:+.{digits}f}" for value in values)
+
+
+def seeds_ahead(line: dict[str, Any]) -> int:
+    """The seeds in which a is better than b; for a cost, lower is better."""
+    sign = -1 if line["metric"] in COSTS else 1
+    return sum(sign * d > 0 for d in line["over_seeds"]["differences"])
 
 
 def comparison_caption(lines: Sequence[dict[str, Any]]) -> str:
@@ -75,7 +97,89 @@ def comparison_caption(lines: Sequence[dict[str, Any]]) -> str:
         f"Student's paired test and the exact test of signs, which with {seeds} seeds cannot say less than "
         f"{2 / 2**seeds:.4g}. Against a system that has one run they leave out how that run would scatter. Over tasks: "
         "paired bootstrap, each task's score averaged over the seeds. All tests are two-sided."
+        + (" Ahead in peak or dependency is who has less." if any(c["metric"] in COSTS for c in lines) else "")
     )
+
+
+# ---- from comparisons to answers ----------------------------------------------------------------------------------
+
+
+def orders(lines: Sequence[dict[str, Any]], claims: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Whether a is above b in F1: all seeds ahead, and the interval over tasks above 0. Those that fail come first."""
+    made = [
+        {key: line.get(key) for key in ("a", "b", "k", "data", "difference")}
+        | {
+            "low": line["over_tasks"]["low"], "high": line["over_tasks"]["high"],
+            "ahead": seeds_ahead(line), "seeds": len(line["seeds"]),
+            "holds": line["over_tasks"]["low"] > 0 and seeds_ahead(line) == len(line["seeds"]),
+        }
+        for line in lines if line["metric"] == "f1" and (line["a"], line["b"]) in claims
+    ]  # fmt: skip
+    return sorted(made, key=lambda order: order["holds"])
+
+
+def orders_tables(made: Sequence[dict[str, Any]]) -> list[str]:
+    """The claims that fail, then those that hold."""
+    text = []
+    for heading, holds in (("## Orders that do not hold", False), ("## Orders that hold", True)):
+        rows = [
+            [f"{o['a']} above {o['b']}", o["data"] or "all", f"Q{o['k']}", difference(o["difference"]),
+             difference(o["low"], o["high"]), f"{o['ahead']} of {o['seeds']}"]
+            for o in made if o["holds"] == holds
+        ]  # fmt: skip
+        heads = ["order, in F1", "data", "horizon", "difference", "95 % over tasks", "seeds ahead"]
+        text += [heading, markdown_table(heads, rows) if rows else "None."]
+    return text
+
+
+def growth(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whether a's advantage in F1 grows with the horizon: per question, relative, and the largest against the smallest.
+
+    The questions of two horizons are the same, but their tasks are not, so the test is over seeds alone.
+    """
+    pairs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for line in lines:
+        if line["metric"] == "f1":
+            pairs.setdefault((line["a"], line["b"]), {})[line["k"]] = line
+    made = []
+    for (a, b), by_k in pairs.items():
+        short, long = min(by_k), max(by_k)
+        seeds = [s for s in by_k[long]["seeds"] if s in by_k[short]["seeds"]]
+        if short == long or not seeds:
+            continue
+        each = {k: dict(zip(c["seeds"], c["over_seeds"]["differences"], strict=True)) for k, c in by_k.items()}
+        more = paired_test([each[long][s] / long - each[short][s] / short for s in seeds])
+        per_question = {k: c["difference"] / k for k, c in sorted(by_k.items())}
+        relative = {k: c["relative"] for k, c in sorted(by_k.items())}
+        made.append(
+            {"a": a, "b": b, "per_question": per_question, "relative": relative, "seeds": seeds,
+             "from": short, "to": long, "more_per_question": asdict(more)}
+        )  # fmt: skip
+    return made
+
+
+def growth_table(made: Sequence[dict[str, Any]]) -> str:
+    horizons = sorted({int(k) for line in made for k in line["per_question"]})
+    rows = []
+    for line in made:
+        per_question, relative = ({int(k): v for k, v in line[name].items()} for name in ("per_question", "relative"))
+        cells = [
+            "–" if k not in per_question
+            else difference(per_question[k]) + ("" if relative[k] is None else f" ({100 * relative[k]:+.0f} %)")
+            for k in horizons
+        ]  # fmt: skip
+        more = line["more_per_question"]
+        interval = "–" if more["low"] is None else difference(more["low"], more["high"])
+        grown = f"{more['ahead']} of {len(line['seeds'])}"
+        rows.append([f"{line['a']} − {line['b']}", *cells, difference(more["mean"]), interval, grown])
+    heads = [
+        "F1 per question",
+        *(f"Q{k}" for k in horizons),
+        "longest − shortest",
+        "95 % over seeds",
+        "seeds that grow",
+    ]
+    return markdown_table(heads, rows)
 
 
 # ---- the paired tests: pure functions of numbers ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Evaluates one model on all horizons, in one process: `python -m paper.evaluation PLAN.json`.
+"""Evaluates one model on all data sets and horizons, in one process: `python -m paper.evaluation PLAN.json`.
 
 Every part is written atomically to its own file, so a killed process leaves the parts that it had finished.
 """
@@ -10,14 +10,18 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from memopd.cli.options import Precision, load_sampler
 from memopd.config import TasksConfig
 from memopd.evaluate import Measures, measure_outcomes
 from memopd.evaluate.provenance import changed, identity, source
 from memopd.files import whole
 from paper.settings import Evaluation
+
+WEIGHTS = ("model", "adapter")  # the inputs of a result that `is_made` compares by their fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Part:
     tasks: str
     output: str
     processes: int = 1  # that shared the machine, on which the seconds depend
+    data: str = ""  # the data set, if there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,17 @@ class Plan:
     model: str
     parts: tuple[Part, ...]
     settings: Evaluation
+    adapter: str = ""  # of the model
+
+    @property
+    def exists(self) -> bool:
+        """Whether the weights are on this machine. A name of the hub counts as soon as its adapter is there."""
+        if self.adapter:
+            return Path(self.adapter, "adapter_config.json").is_file()
+        return Path(self.model, "config.json").is_file()
+
+    def weights(self) -> str | None:
+        return fingerprint(Path(self.model), self.adapter, self.settings.dtype)
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -43,13 +59,15 @@ class Plan:
 
 def read_plan(path: Path) -> Plan:
     table = json.loads(path.read_text())
-    return Plan(table["model"], tuple(Part(**p) for p in table["parts"]), Evaluation(**table["settings"]))
+    settings = Evaluation(**table["settings"] | {"data": tuple(table["settings"]["data"])})
+    return Plan(table["model"], tuple(Part(**p) for p in table["parts"]), settings, table["adapter"])
 
 
 def measured_with(part: Part, settings: Evaluation) -> dict[str, Any]:
     """The settings that a result depends on besides the weights. Results with other settings are not used."""
     names = ("index", "limit", "samples", "temperature", "max_tokens", "max_context", "batch", "dtype", "grading")
-    return {"memory": part.memory, "tasks": part.tasks} | {name: getattr(settings, name) for name in names}
+    asked = {"memory": part.memory, "tasks": part.tasks} | {name: getattr(settings, name) for name in names}
+    return asked if settings.top_p == 1 else asked | {"top_p": settings.top_p}  # older results do not have it
 
 
 def is_made(plan: Plan, part: Part) -> bool:
@@ -58,59 +76,87 @@ def is_made(plan: Plan, part: Part) -> bool:
     if not file.is_file():
         return False
     found = json.loads(file.read_text())
-    weights = fingerprint(Path(plan.model))
+    weights = plan.weights()
     same = found["settings"] == measured_with(part, plan.settings) and weights in (None, found["weights"])
     return same and not changed_inputs(found)
 
 
 def changed_inputs(found: dict[str, Any]) -> list[str]:
     """The tasks and the index of a result, if their content has changed since. `is_made` compares the weights."""
-    return changed({"inputs": {name: one for name, one in found.get("inputs", {}).items() if name != "model"}})
+    return changed({"inputs": {name: one for name, one in found.get("inputs", {}).items() if name not in WEIGHTS}})
 
 
-def fingerprint(model: Path) -> str | None:
-    """SHA-256 of the weights, or None if there are none."""
+def fingerprint(model: Path, adapter: str = "", dtype: str = "float32") -> str | None:
+    """SHA-256 of the weights, or None if there are none here.
+
+    An adapter counts in the precision that it is sampled in, so that a copy in bfloat16 (paper/bring.py) is the same.
+    """
     files = sorted(model.glob("*.safetensors"))
-    if not files:
+    weights = Path(adapter, "adapter_model.safetensors")
+    if not files or (adapter and not weights.is_file()):
         return None
+    base = _digest(tuple(map(_as_it_is, files)))
+    return hashlib.sha256(f"{base} {_rounded(_as_it_is(weights), dtype)}".encode()).hexdigest() if adapter else base
+
+
+def _as_it_is(file: Path) -> tuple[str, int, int]:
+    """A file with its size and time, so that a digest is computed again if it changes."""
+    return str(file), file.stat().st_size, file.stat().st_mtime_ns
+
+
+@lru_cache
+def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
+    for name, _, _ in files:
+        with Path(name).open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+@lru_cache
+def _rounded(file: tuple[str, int, int], dtype: str) -> str:
+    import torch
+    from safetensors.torch import load_file
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(file[0]).items()):
+        digest.update(f"{name} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.to(getattr(torch, dtype)).reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def evaluate(plan: Plan) -> None:
-    import torch
-
     from benchmarks.timing import machine
     from memopd.engine.local import LocalEngine
-    from memopd.models.load import load_causal_lm, load_tokenizer
+    from memopd.models.load import load_tokenizer
     from memopd.retrieval import open_index
 
     s = plan.settings
     todo = [part for part in plan.parts if not is_made(plan, part)]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_causal_lm(plan.model, getattr(torch, s.dtype)).to(device).eval()
+    model = load_sampler(plan.model, Precision(s.dtype), plan.adapter or None)
     tokenizer, index = load_tokenizer(plan.model), open_index(s.index)
     engine = LocalEngine(model, tokenizer, slots=s.batch, max_length=s.max_context + s.max_tokens)
-    where, policy, passages = machine(), identity(plan.model), identity(s.index)
+    where, passages, weights = machine(), identity(s.index), plan.weights()
+    policy = {"model": identity(plan.model)} | ({"adapter": identity(plan.adapter)} if plan.adapter else {})
     try:
         for part in todo:
             start = time.time()
             played = TasksConfig(memory=part.memory, grading=s.grading, max_context=s.max_context)
             measures = _measure(part, s, played, engine, tokenizer, index)
             result = {
-                "system": part.system, "seed": part.seed, "k": part.k, "model": plan.model,
-                "weights": fingerprint(Path(plan.model)), "settings": measured_with(part, s),
+                "system": part.system, "seed": part.seed, "data": part.data, "k": part.k, "model": plan.model,
+                "adapter": plan.adapter, "weights": weights, "settings": measured_with(part, s),
                 "played_with": asdict(played), **source(),
-                "inputs": {"model": policy, "tasks": identity(part.tasks), "index": passages},
+                "inputs": policy | {"tasks": identity(part.tasks), "index": passages},
                 "engine": f"local, {where['device']}", "processes": part.processes, "machine": where,
                 "seconds": round(time.time() - start, 2), "measures": [asdict(m) for m in measures],
             }  # fmt: skip
             with whole(Path(part.output)) as partial:
                 partial.write_text(json.dumps(result) + "\n")
             em = sum(m.em for m in measures) / len(measures)
-            print(f"{part.system} seed {part.seed} Q{part.k}: EM {em:.3f} of {len(measures)} tasks", flush=True)
+            what = f"{part.system} seed {part.seed} {part.data} Q{part.k}"
+            print(f"{what}: EM {em:.3f} of {len(measures)} episodes, {result['seconds']:.0f} s", flush=True)
     finally:
         engine.close()
 
@@ -123,7 +169,7 @@ def _measure(part: Part, s: Evaluation, played: TasksConfig, engine: Any, tokeni
 
     tasks = read_tasks(part.tasks)[: s.limit or None]
     environment, memory = build_parts(played, tokenizer, index)
-    sampling = Sampling(temperature=s.temperature, max_tokens=s.max_tokens)
+    sampling = Sampling(temperature=s.temperature, top_p=s.top_p, max_tokens=s.max_tokens)
     agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, part.memory)
     return measure_outcomes(agent.graded(repeat(tasks, s.samples), part.seed), tasks)
 

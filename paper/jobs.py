@@ -1,4 +1,8 @@
-"""Runs commands in their own processes, several at once. A failed one is retried once; the others continue."""
+"""Runs commands in their own processes, several at once. A failed one is retried once; the others continue.
+
+On a machine that is lent for a few minutes, give the time at which all processes must have ended. What they have
+written until then must be enough for the next command to go on.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +22,7 @@ log = logging.getLogger("memopd")
 
 POLL_SECONDS = 0.2  # between two checks of the processes
 REPORT_SECONDS = 60.0  # between two lines about their progress
+GRACE_SECONDS = 10.0  # from the request to end to the kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +43,26 @@ class _Running:
     start: float
 
 
-def run_jobs(jobs: Sequence[Job], concurrent: int) -> dict[str, str]:
-    """Run the jobs that are not finished. Return the failed ones: name -> the last line of the output."""
+@dataclass(slots=True)
+class Made:
+    failed: dict[str, str] = field(default_factory=dict)  # name -> the last line of the output
+    unfinished: list[str] = field(default_factory=list)  # the time was over
+
+
+def run_jobs(jobs: Sequence[Job], concurrent: int, until: float | None = None) -> Made:
+    """Run the jobs that are not finished. At the time `until` (of `time.monotonic`), end those that still run."""
     waiting = [(job, 1) for job in jobs if not job.finished()]
     if jobs:
         log.info("%d of %d parts exist; %d are missing", len(jobs) - len(waiting), len(jobs), len(waiting))
     running: list[_Running] = []
-    failed: dict[str, str] = {}
+    made = Made()
     reported = time.monotonic()
     try:
         while waiting or running:
+            if until is not None and time.monotonic() >= until:
+                made.unfinished = [r.job.name for r in running] + [job.name for job, _ in waiting]
+                log.info("the time is over; not finished: %s", ", ".join(made.unfinished))
+                break
             while waiting and len(running) < concurrent:
                 running.append(_start(*waiting.pop(0), min(concurrent, len(waiting) + len(running) + 1)))
             time.sleep(POLL_SECONDS)
@@ -61,18 +76,28 @@ def run_jobs(jobs: Sequence[Job], concurrent: int) -> dict[str, str]:
                     log.warning("%s: failed (%s); trying once more", one.job.name, _why(one))
                     waiting.insert(0, (one.job, one.tries + 1))
                 else:
-                    failed[one.job.name] = _why(one)
+                    made.failed[one.job.name] = _why(one)
                     log.error("%s: failed again (%s); its log is %s", one.job.name, _why(one), one.job.log)
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 states = ", ".join(f"{r.job.name} {r.job.progress()}".strip() for r in running)
                 log.info("running: %s; waiting: %d", states or "none", len(waiting))
     finally:  # also after Ctrl-C or an error: no process is left running
-        for one in running:
+        _end(running)
+    return made
+
+
+def _end(running: Sequence[_Running]) -> None:
+    for one in running:
+        one.process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for one in running:
+        try:
+            one.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
             one.process.kill()
             one.process.wait()
-            one.file.close()
-    return failed
+        one.file.close()
 
 
 def _start(job: Job, tries: int, sharers: int) -> _Running:

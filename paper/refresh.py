@@ -24,7 +24,7 @@ from memopd.evaluate.tables import shown
 from paper.trained import sampled, trained_with
 
 ROOT = Path(__file__).parent.parent
-RESULTS, BENCHES = ROOT / "paper" / "results", ROOT / "benchmarks" / "results"
+RESULTS, BENCHES = ROOT / "paper" / "world" / "results", ROOT / "benchmarks" / "results"
 PEERS = BENCHES / "peers-h200.jsonl"
 BLOCK = re.compile(r"(<!-- made by paper/refresh\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -409,11 +409,13 @@ BLOCKS = {
     if f.__name__ not in UNMEASURED
 }
 DOCUMENTS = [
-    p for folder in (".", "docs", "docs/guides", "paper", "benchmarks") for p in sorted((ROOT / folder).glob("*.md"))
+    p
+    for folder in (".", "docs", "docs/guides", "paper", "paper/world", "paper/real", "benchmarks")
+    for p in sorted((ROOT / folder).glob("*.md"))
 ]
 
 if __name__ == "__main__":
-    for result in sorted(RESULTS.glob("*.json")):
+    for result in sorted((ROOT / "paper").glob("*/results/*.json")):
         if isinstance(made := json.loads(result.read_text()), dict):
             warn_changed(result.relative_to(ROOT), made)
     for document in DOCUMENTS:

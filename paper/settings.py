@@ -1,5 +1,7 @@
 """The settings of the experiments: one frozen dataclass per kind of TOML file.
 
+They are in paper/world (the embedded world) and paper/real (pretrained models, real questions):
+
 suite.toml      the training runs and evaluations that main, single and control share
 training.toml   the settings of `memopd train` that all arms have in common
 NAME.toml       one experiment: its settings, the paper's numbers, and the reasons why ours differ
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Collection
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +24,7 @@ from pydantic.dataclasses import dataclass
 from memopd import schema
 from memopd.tasks.grading import Grading
 
-ARMS = {"ppo": "none", "persistent": "persistent", "memopd": "aligned"}  # arm -> teacher.state
-FIXED = ("student", "teacher")  # systems that are not trained here
+FIXED = ("student", "teacher")  # who is not trained here; student-mem1 is the student under this memory rule
 
 _CONFIG = ConfigDict(extra="forbid", strict=True)
 
@@ -31,11 +33,13 @@ _CONFIG = ConfigDict(extra="forbid", strict=True)
 class Evaluation:
     """How every system is measured. Results that were measured with other settings are measured again."""
 
-    tasks: str = "runs/world/tasks/{split}-q{k}.parquet"
+    tasks: str = "runs/world/tasks/{split}-q{k}.parquet"  # with {data} if there are several data sets
+    data: tuple[str, ...] = ()  # the data sets, which are shown each and together
     index: str = "runs/world/index"
-    limit: int = 0  # tasks per horizon; 0: all
+    limit: int = 0  # tasks per horizon and data set; 0: all
     samples: int = Field(default=1, ge=1)  # episodes per task and seed, of which we take the mean
     temperature: float = 1.0
+    top_p: float = 1.0
     max_tokens: int = 128
     max_context: int = 8192
     batch: int = 256  # trajectories that run at once
@@ -44,16 +48,40 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
+class Convention:
+    """Another way to sample in the evaluation, for some of the seeds."""
+
+    temperature: float
+    top_p: float = 1.0
+    seeds: tuple[int, ...] = (0,)
+
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class Suite:
-    training: str = "paper/configs/training.toml"
-    arms: tuple[str, ...] = tuple(ARMS)
+    training: str = "paper/world/training.toml"
+    arms: dict[str, dict[str, Value]] = field(default_factory=dict)  # name -> its own settings of `memopd train`
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     repeated: tuple[str, ...] = ()  # systems that are not trained here, but sampled with every seed like the arms
     concurrent: int = Field(default=1, ge=1)  # processes; several may share a GPU
     evaluation: Evaluation = field(default_factory=Evaluation)
+    conventions: dict[str, Convention] = field(default_factory=dict)  # besides that of `evaluation`
 
     def seeds_of(self, system: str) -> tuple[int, ...]:
-        return self.seeds if system in ARMS or system in self.repeated else (0,)
+        return self.seeds if system in self.arms or system in self.repeated else (0,)
+
+    def who(self, system: str) -> str:
+        """Of a system that is not trained here: student or teacher. An arm has no such name."""
+        return "" if system in self.arms else system.partition("-")[0]
+
+    def under(self, convention: str) -> Suite:
+        """The same suite with another way to sample."""
+        how = self.conventions[convention]
+        sampled = replace(self.evaluation, temperature=how.temperature, top_p=how.top_p)
+        seeds = tuple(seed for seed in self.seeds if seed in how.seeds)
+        return replace(self, seeds=seeds, evaluation=sampled, conventions={})
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
@@ -70,10 +98,11 @@ class Shown:
     """An experiment that shows results of the suite: main, single, control."""
 
     title: str
-    suite: str = "paper/configs/suite.toml"
+    suite: str = "paper/world/suite.toml"
     horizons: tuple[int, ...] = (2,)
     systems: tuple[str, ...] = ()  # the rows of the table: arms, or student-RULE and teacher-RULE before training
     compare: tuple[tuple[str, str], ...] = ()  # pairs (better, worse)
+    claims: tuple[tuple[str, str], ...] = ()  # those of the pairs whose order the plan claims, in F1, on every horizon
     paper: Paper = field(default_factory=Paper)
     differs: str = ""  # the reasons why our numbers differ
 
@@ -84,7 +113,9 @@ class Recorded:
 
     title: str
     model: str = "models/student"
+    adapter: str = ""  # of the model
     teacher: str = ""
+    teacher_adapter: str = ""
     tasks: tuple[str, ...] = ("runs/world/tasks/test-q2.parquet",)
     index: str = "runs/world/index"
     rules: tuple[str, ...] = ("mem1",)
@@ -117,26 +148,34 @@ def load(kind: type[T], path: Path) -> T:
         made: T = TypeAdapter(kind).validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise ValueError(f"{path}: {_line(error)}") from None
-    if isinstance(made, Suite):
-        _check_arms(made.arms, str(path))
-    if isinstance(made, Shown):
-        for system in made.systems:
-            if system not in ARMS and system.partition("-")[0] not in FIXED:
-                known = ", ".join([*ARMS, *(f"{who}-RULE" for who in FIXED)])
-                raise ValueError(f"{path}: unknown system {system!r}: choose from {known}")
     return made
+
+
+def check_systems(shown: Shown, suite: Suite, source: str) -> None:
+    """Raise an error if an experiment shows a system that its suite does not have."""
+    for system in (*shown.systems, *(s for pair in (*shown.compare, *shown.claims) for s in pair)):
+        if system not in suite.arms and system.partition("-")[0] not in FIXED:
+            known = ", ".join([*suite.arms, *(f"{who}-RULE" for who in FIXED)])
+            raise ValueError(f"{source}: unknown system {system!r}: choose from {known}")
 
 
 def chosen(suite: Suite, arms: tuple[str, ...] | None, seeds: tuple[int, ...] | None) -> Suite:
     """Keep only some of the runs, for a quick test of settings."""
-    _check_arms(arms or (), "--arms")
-    return replace(suite, arms=suite.arms if arms is None else arms, seeds=suite.seeds if seeds is None else seeds)
+    for arm in arms or ():
+        if arm not in suite.arms:
+            raise ValueError(f"--arms: unknown arm {arm!r}: choose from {', '.join(suite.arms)}")
+    kept = suite.arms if arms is None else {arm: suite.arms[arm] for arm in arms}
+    return replace(suite, arms=kept, seeds=suite.seeds if seeds is None else seeds)
 
 
-def _check_arms(arms: tuple[str, ...], source: str) -> None:
-    for arm in arms:
-        if arm not in ARMS:
-            raise ValueError(f"{source}: unknown arm {arm!r}: choose from {', '.join(ARMS)}")
+def without(shown: Shown, arms: Collection[str]) -> Shown:
+    """An experiment without these arms, and without the comparisons that need them."""
+
+    def kept(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        return tuple(pair for pair in pairs if not set(pair) & set(arms))
+
+    systems = tuple(system for system in shown.systems if system not in arms)
+    return replace(shown, systems=systems, compare=kept(shown.compare), claims=kept(shown.claims))
 
 
 def _line(error: ValidationError) -> str:

@@ -1,10 +1,13 @@
 """The training runs and evaluations that main, single and control share, on disk.
 
-    WORK/q2/ppo-0/                      a run directory of `memopd train`: arm, seed
-    WORK/evaluations/test/ppo-0-q8.json one system, one seed, one horizon, with the measures of every task
-    WORK/logs/                          the output of the processes
+    WORK/q2/ppo-0/                           a run directory of `memopd train`: arm, seed
+    WORK/evaluations/test/ppo-0-q8.json      one system, one seed, one horizon, with the measures of every task
+    WORK/evaluations/test/ppo-0-nq-q8.json   the same, of one data set if there are several
+    WORK/evaluations/test-mem1/...           the same, sampled by the convention `mem1` of suite.toml
+    WORK/logs/                               the output of the processes
 
-Existing parts are reused, so after an interruption the same command continues where it stopped.
+Existing parts are reused, so after an interruption the same command continues where it stopped. A finished run needs
+only its configuration, its metrics and its model or adapter: paper/bring.py moves these between machines.
 """
 
 from __future__ import annotations
@@ -14,15 +17,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memopd.config import RunConfig, from_tables, load_config
 from memopd.files import whole
 from memopd.train.log import read_metrics
 from paper.evaluation import Part, Plan, is_made
-from paper.jobs import Job, run_jobs
-from paper.settings import ARMS, Suite
+from paper.jobs import Job, Made, run_jobs
+from paper.settings import Suite
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +37,33 @@ class Work:
     wanted: tuple[tuple[str, int], ...]  # system, horizon
     split: str = "test"
     overrides: tuple[tuple[str, str], ...] = ()  # changes to training.toml, for example ("optimise.lr", "1e-5")
+    convention: str = ""  # of the sampling in the evaluation; empty: that of suite.evaluation
 
     @property
     def arms(self) -> list[str]:
         return [arm for arm in self.suite.arms if any(system == arm for system, _ in self.wanted)]
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The data sets; one without a name if the tasks are not divided."""
+        return self.suite.evaluation.data or ("",)
+
+    def under(self, convention: str) -> Work:
+        return replace(self, suite=self.suite.under(convention), convention=convention)
 
     # ---- training ----------------------------------------------------------------------------------------------
 
     def run_of(self, arm: str, seed: int) -> Path:
         return self.folder / "q2" / f"{arm}-{seed}"
 
+    def settings_of(self, arm: str, seed: int) -> dict[str, str]:
+        """The changes to training.toml: those of the command line, of the arm, and the seed."""
+        own = {name: value if isinstance(value, str) else json.dumps(value)
+               for name, value in self.suite.arms[arm].items()}  # fmt: skip
+        return {**dict(self.overrides), **own, "run.seed": str(seed)}
+
     def config_of(self, arm: str, seed: int) -> RunConfig:
-        own = {"teacher.state": ARMS[arm], "run.seed": str(seed)}
-        return load_config(self.suite.training, dict(self.overrides) | own)
+        return load_config(self.suite.training, self.settings_of(arm, seed))
 
     def training_jobs(self) -> Iterator[Job]:
         """One seed after the other, so that an early end leaves complete comparisons."""
@@ -58,13 +75,13 @@ class Work:
         run, config = self.run_of(arm, seed), self.config_of(arm, seed)
 
         def command() -> list[str]:
-            own = {**dict(self.overrides), "teacher.state": ARMS[arm], "run.seed": str(seed)}
-            fields = [f"--{name}={value}" for name, value in own.items()]
+            fields = [f"--{name}={value}" for name, value in self.settings_of(arm, seed).items()]
             line = [sys.executable, "-m", "memopd.cli", "train", self.suite.training, "--output", str(run), *fields]
             return [*line, "--resume"] if run.is_dir() else line
 
         def finished() -> bool:
-            if not (run / "model" / "config.json").is_file():
+            made = "adapter/adapter_config.json" if config.lora.rank else "model/config.json"
+            if not (run / made).is_file():
                 return False
             if from_tables(json.loads((run / "config.json").read_text()), str(run)) != config:
                 raise ValueError(f"{run}: was trained with other settings; remove it, or choose another --work")
@@ -74,43 +91,55 @@ class Work:
             lines = read_metrics(run)
             return f"{lines[-1]['step'] + 1}/{config.optimise.steps}" if lines else ""
 
-        return Job(f"train {run.name}", command, finished, self.folder / "logs" / f"train-{run.name}.log", progress)
+        return Job(f"train:{run.name}", command, finished, self.folder / "logs" / f"train-{run.name}.log", progress)
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
-    def result_of(self, system: str, seed: int, k: int) -> Path:
-        return self.folder / "evaluations" / self.split / f"{system.replace(':', '-')}-{seed}-q{k}.json"
+    def result_of(self, system: str, seed: int, k: int, data: str = "") -> Path:
+        how = "-".join(filter(None, (self.split, self.convention)))
+        what = "-".join(filter(None, (system.replace(":", "-"), str(seed), data, f"q{k}")))
+        return self.folder / "evaluations" / how / f"{what}.json"
+
+    def tasks_of(self, data: str, k: int) -> str:
+        return self.suite.evaluation.tasks.format(split=self.split, data=data, k=k)
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
-        """One process per model and seed, which loads the model once for all horizons and rules."""
+        """One process per model and seed, which loads the model once for all data sets, horizons and rules."""
         base = load_config(self.suite.training, dict(self.overrides))
-        for who, model in (("student", base.model.student), ("teacher", base.model.teacher)):
-            fixed = [(s, k) for s, k in self.wanted if s.partition("-")[0] == who]
-            for seed in sorted({seed for s, _ in fixed for seed in self.suite.seeds_of(s)}):
-                of_seed = [(s, k) for s, k in fixed if seed in self.suite.seeds_of(s)]
-                yield f"{who}-{seed}", self._plan(model, [(s, seed, k, s.partition("-")[2]) for s, k in of_seed])
+        fixed = {"student": (base.model.student, base.model.adapter),
+                 "teacher": (base.model.teacher, base.model.teacher_adapter)}  # fmt: skip
+        for who, (model, adapter) in fixed.items():
+            of_model = [(s, k) for s, k in self.wanted if self.suite.who(s) == who]
+            for seed in sorted({seed for s, _ in of_model for seed in self.suite.seeds_of(s)}):
+                of_seed = [(s, k) for s, k in of_model if seed in self.suite.seeds_of(s)]
+                parts = [(s, seed, k, s.partition("-")[2]) for s, k in of_seed]
+                yield f"{who}-{seed}", self._plan(model, adapter, parts)
         for seed in self.suite.seeds:
             for arm in self.arms:
                 parts = [(s, seed, k, base.tasks.memory) for s, k in self.wanted if s == arm]
-                yield f"{arm}-{seed}", self._plan(str(self.run_of(arm, seed) / "model"), parts)
+                run, config = self.run_of(arm, seed), self.config_of(arm, seed)
+                trained = (config.model.student, str(run / "adapter")) if config.lora.rank else (str(run / "model"), "")
+                yield f"{arm}-{seed}", self._plan(*trained, parts)
 
-    def _plan(self, model: str, parts: Sequence[tuple[str, int, int, str]]) -> Plan:
-        e = self.suite.evaluation
+    def _plan(self, model: str, adapter: str, parts: Sequence[tuple[str, int, int, str]]) -> Plan:
         made = [
-            Part(s, seed, k, rule, e.tasks.format(split=self.split, k=k), str(self.result_of(s, seed, k)),
-                 self.suite.concurrent)
-            for s, seed, k, rule in parts
+            Part(s, seed, k, rule, self.tasks_of(data, k), str(self.result_of(s, seed, k, data)),
+                 self.suite.concurrent, data)
+            for s, seed, k, rule in parts for data in self.data
         ]  # fmt: skip
-        return Plan(model, tuple(made), e)
+        return Plan(model, tuple(made), self.suite.evaluation, adapter)
 
     def evaluation_jobs(self) -> Iterator[Job]:
         for name, plan in self.plans():
-            if not Path(plan.model, "config.json").is_file() and not all(is_made(plan, p) for p in plan.parts):
+            if not plan.exists and not all(is_made(plan, p) for p in plan.parts):
                 continue  # its training did not finish, which is reported when results are collected
             yield self._evaluation_job(name, plan)
+        for convention in self.suite.conventions:
+            yield from self.under(convention).evaluation_jobs()
 
     def _evaluation_job(self, name: str, plan: Plan) -> Job:
-        file = self.folder / "logs" / f"evaluate-{self.split}-{name}.plan.json"
+        how = "-".join(filter(None, (self.split, self.convention)))
+        file = self.folder / "logs" / f"evaluate-{how}-{name}.plan.json"
 
         def command() -> Sequence[str]:
             with whole(file) as partial:
@@ -118,19 +147,34 @@ class Work:
             return [sys.executable, "-m", "paper.evaluation", str(file)]
 
         return Job(
-            f"evaluate {name} on {self.split}",
+            f"evaluate:{name}" + (f":{self.convention}" if self.convention else ""),
             command,
             lambda: all(is_made(plan, part) for part in plan.parts),
-            self.folder / "logs" / f"evaluate-{self.split}-{name}.log",
-            lambda: f"{sum(is_made(plan, p) for p in plan.parts)}/{len(plan.parts)}",
+            self.folder / "logs" / f"evaluate-{how}-{name}.log",
+            lambda: f"{sum(Path(part.output).is_file() for part in plan.parts)}/{len(plan.parts)}",
         )
 
+    def job_names(self) -> list[str]:
+        """Every job of the suite, also the evaluations that still wait for their training."""
+        evaluations = [(work, name) for work in (self, *map(self.under, self.suite.conventions))
+                       for name, _ in work.plans()]  # fmt: skip
+        return [job.name for job in self.training_jobs()] + [
+            f"evaluate:{name}" + (f":{work.convention}" if work.convention else "") for work, name in evaluations
+        ]
 
-def make(work: Work) -> dict[str, str]:
-    """Make all training runs, then all evaluations. Return the failed jobs."""
+
+def make(work: Work, only: Sequence[str] = (), until: float | None = None) -> Made:
+    """Make all training runs, then all evaluations; or `only` the jobs of these names. `until`: see `run_jobs`."""
+    if unknown := sorted(set(only) - set(work.job_names())):
+        raise ValueError(f"--only: unknown job {unknown[0]!r}: choose from {', '.join(work.job_names())}")
+
+    def named(jobs: Iterator[Job]) -> list[Job]:
+        return [job for job in jobs if not only or job.name in only]
+
     with locked(work.folder):
-        failed = run_jobs(list(work.training_jobs()), work.suite.concurrent)
-        return failed | run_jobs(list(work.evaluation_jobs()), work.suite.concurrent)
+        trained = run_jobs(named(work.training_jobs()), work.suite.concurrent, until)
+        evaluated = run_jobs(named(work.evaluation_jobs()), work.suite.concurrent, until)
+    return Made(trained.failed | evaluated.failed, trained.unfinished + evaluated.unfinished)
 
 
 @contextmanager

@@ -15,16 +15,37 @@ from typing import Any
 from benchmarks.output import markdown_table
 from memopd.config import load_config
 from memopd.evaluate import Estimate, Measures, Result, Setting, summarise
-from memopd.evaluate.tables import COSTS, EM, F1, PEAK, TIME, Column
+from memopd.evaluate.tables import COSTS, DEPENDENCY, EM, F1, PEAK, TIME, Column
 from memopd.evaluate.tables import shown as cell
-from paper.comparisons import COMPARED, compared, comparison_caption, comparison_table, mean_of
+from paper.comparisons import (
+    COMPARED,
+    compared,
+    comparison_caption,
+    comparison_table,
+    growth,
+    growth_table,
+    mean_of,
+    orders,
+    orders_tables,
+)
 from paper.evaluation import Part, changed_inputs, measured_with
 from paper.page import Findings, provenance, recorded, rewrite, write_page
-from paper.settings import ARMS, Shown
+from paper.settings import FIXED, Shown
 from paper.suite import Work
 
-LABELS = {"ppo": "PPO", "persistent": "persistent OPD", "memopd": "MemOPD", "student-mem1": "SFT"}
+LABELS = {
+    "ppo": "PPO",
+    "persistent": "persistent OPD",
+    "memopd": "MemOPD",
+    "memopd-0.02": "MemOPD, λ 0.02",
+    "teacher-only": "teacher without reward",
+    "student-mem1": "SFT",
+}
 COLUMNS: tuple[Column, ...] = (EM, F1, PEAK)  # the paper's, but for time
+VALID = COSTS[0]
+PER_DATA: tuple[Column, ...] = (EM, F1, VALID, PEAK, DEPENDENCY)
+SHORT = ("f1", "peak")  # what is compared for each data set and convention; the JSON has all
+LISTED = ("Against each other", "Does the advantage grow with the horizon?")
 
 
 @dataclass(slots=True)
@@ -36,6 +57,7 @@ class Collected:
     machines: list[dict[str, str]] = field(default_factory=list)
     inputs: dict[str, list[dict[str, str | None]]] = field(default_factory=dict)  # of all evaluations, each once
     missing: list[str] = field(default_factory=list)
+    data: dict[str, Collected] = field(default_factory=dict)  # the same of each data set, if there are several
 
     def seed_means(self, system: str, k: int) -> dict[int, dict[str, float]]:
         runs = self.runs.get((system, k), {})
@@ -48,39 +70,87 @@ def show(name: str, shown: Shown, work: Work, failed: dict[str, str], output: Pa
     if not found.results:
         raise ValueError(f"{work.folder}: there is no result yet; the first missing one is {found.missing[0]}")
     own: Findings = import_module(f"paper.{name}").findings(found, shown, work)
+    others = {c: collect(work.under(c), shown.systems, shown.horizons) for c in work.suite.conventions}
+    numbers = numbers_of(found, shown, work) | own.numbers
+    if others:
+        numbers["conventions"] = {c: numbers_of(of, shown, work.under(c)) for c, of in others.items()}
+    late = [f"{what}, sampled as in {c}" for c, of in others.items() for what in of.missing]
+    numbers["missing"] = [*found.missing, *late, *(f"{job} failed: {why}" for job, why in failed.items())]
+    settings = settings_of(work)
+    body = body_of(own.body, found, numbers, others, shown, settings)
+    made = provenance(found.machines, settings) | {"inputs": found.inputs}
+    return write_page(name, shown, made, Findings(numbers, body, own.draw), output)
+
+
+def numbers_of(found: Collected, shown: Shown, work: Work) -> dict[str, Any]:
+    """Results and comparisons, together and for each data set."""
     comparisons = [
         line | {"a": label(a), "b": label(b)}
         for a, b in shown.compare
         for k in shown.horizons
-        for line in compared((a, found.runs.get((a, k), {})), (b, found.runs.get((b, k), {})), k)
-    ]
-    numbers = {
+        for line in compared(
+            (a, found.runs.get((a, k), {})), (b, found.runs.get((b, k), {})), k, b in work.suite.arms
+        )
+    ]  # fmt: skip
+    numbers: dict[str, Any] = {
         "results": [r.as_dict() for r in found.results.values()],
         "seeds": {f"{label(s)}, Q{k}": found.seed_means(s, k) for s in shown.systems for k in shown.horizons},
         "comparisons": comparisons,
-        "missing": [*found.missing, *(f"{job} failed: {why}" for job, why in failed.items())],
     }
-    body = own.body
-    if comparisons:
-        body = [*body, "## Against each other", comparison_table(comparisons), comparison_caption(comparisons)]
-    made = provenance(found.machines, settings_of(work)) | {"inputs": found.inputs}
-    return write_page(name, shown, made, Findings(numbers | own.numbers, body, own.draw), output)
+    if len(shown.horizons) > 1:
+        numbers["growth"] = growth(comparisons)
+    if found.data:
+        numbers["data"] = {data: numbers_of(part, shown, work) for data, part in found.data.items()}
+    if shown.claims:
+        of_data = [line | {"data": d} for d, part in numbers.get("data", {}).items() for line in part["comparisons"]]
+        numbers["orders"] = orders([*comparisons, *of_data], [(label(a), label(b)) for a, b in shown.claims])
+    return numbers
+
+
+def body_of(
+    own: list[str], found: Collected, numbers: dict[str, Any], others: dict[str, Collected], shown: Shown,
+    settings: dict[str, Any],
+) -> list[str]:  # fmt: skip
+    """A page: claims that fail, claims that hold, the experiment's own tables, each data set, other conventions."""
+    body = [*orders_tables(numbers["orders"]), "## Results", *own] if "orders" in numbers else list(own)
+    if lines := numbers["comparisons"]:
+        body += [f"## {LISTED[0]}", comparison_table(lines), comparison_caption(lines)]
+    if lines := numbers.get("growth"):
+        body += [f"## {LISTED[1]}", growth_table(lines)]
+    for data, part in found.data.items():
+        body += [f"## {data}", results_table(part, shown, PER_DATA)]
+        if lines := [c for c in numbers["data"][data]["comparisons"] if c["metric"] in SHORT]:
+            body += [comparison_table(lines)]
+    for convention, of in others.items():
+        how, part = settings["conventions"][convention], numbers["conventions"][convention]
+        seeds = ", ".join(map(str, how["seeds"]))
+        body += [f"## At temperature {how['temperature']:g} and top-p {how['top_p']:g}, seed {seeds}"]
+        body += [results_table(of, shown, PER_DATA)] if of.results else ["There is no result yet."]
+        if lines := [c for c in part["comparisons"] if c["metric"] in SHORT]:
+            body += [comparison_table(lines)]
+    return body
 
 
 def rewritten(name: str, shown: Shown, output: Path) -> list[Path]:
     """Write the page of an experiment again from its JSON, where the runs themselves are no longer there."""
     made = recorded(name, output)
+    found = read_back(made, shown)
+    others = {c: read_back(numbers, shown) for c, numbers in made.get("conventions", {}).items()}
+    own: list[str] = import_module(f"paper.{name}").body(found, shown, made["settings"])
+    return rewrite(name, shown, made, body_of(own, found, made, others, shown, made["settings"]), output)
+
+
+def read_back(made: dict[str, Any], shown: Shown) -> Collected:
+    """Results as `numbers_of` wrote them."""
     systems = {label(system): system for system in shown.systems}
-    found = Collected(missing=made["missing"])
+    found = Collected(missing=made.get("missing", []))
     for line in made["results"]:
         values = line["metrics"].items()
         metrics: Any = {metric: estimate and Estimate(**estimate) for metric, estimate in values}
         result = Result(line["system"], line["k"], Setting(**line["setting"]), line["tasks"], line["seeds"], metrics)
         found.results[systems[line["system"]], line["k"]] = result
-    body: list[str] = import_module(f"paper.{name}").body(found, shown, made["settings"])
-    if lines := made["comparisons"]:
-        body += ["## Against each other", comparison_table(lines), comparison_caption(lines)]
-    return rewrite(name, shown, made, body, output)
+    found.data = {data: read_back(part, shown) for data, part in made.get("data", {}).items()}
+    return found
 
 
 def settings_of(work: Work) -> dict[str, Any]:
@@ -92,18 +162,37 @@ def settings_of(work: Work) -> dict[str, Any]:
 def label(system: str) -> str:
     """The name of a system in tables: `teacher-mem1` is `teacher, mem1`."""
     who, _, rule = system.partition("-")
-    return LABELS.get(system) or f"{ {'student': 'SFT'}.get(who, who) }, {rule}"
+    return LABELS.get(system) or (f"{ {'student': 'SFT'}.get(who, who) }, {rule}" if who in FIXED else system)
 
 
 def collect(work: Work, systems: Sequence[str], horizons: Sequence[int]) -> Collected:
+    """The results of every data set, and of all tasks together if there are several data sets."""
+    found = Collected()
+    parts = {data: _collect(work, systems, horizons, data, found) for data in work.data}
+    if len(parts) == 1:
+        found.runs, found.results = (one := next(iter(parts.values()))).runs, one.results
+        return found
+    found.data = parts
+    for system in systems:
+        for k in horizons:
+            of_data = [part.runs.get((system, k), {}) for part in parts.values()]
+            seeds = sorted(set.intersection(*(set(runs) for runs in of_data)))
+            if seeds:
+                runs = {seed: [m for each in of_data for m in each[seed]] for seed in seeds}
+                setting = next(iter(parts.values())).results[system, k].setting
+                found.runs[system, k] = runs
+                found.results[system, k] = summarise(label(system), list(runs.values()), setting)
+    return found
+
+
+def _collect(work: Work, systems: Sequence[str], horizons: Sequence[int], data: str, whole: Collected) -> Collected:
+    """One data set. What it was measured on, and what is missing, goes into `whole`."""
     found = Collected()
     for system in systems:
-        if system in ARMS and system not in work.suite.arms:
-            continue  # left out by --arms
         for k in horizons:
             settings: list[Setting] = []
             seeds = work.suite.seeds_of(system)
-            runs = {seed: m for seed in seeds if (m := _read(work, system, seed, k, found, settings))}
+            runs = {seed: m for seed in seeds if (m := _read(work, system, seed, k, data, whole, settings))}
             if runs:
                 found.runs[system, k] = runs
                 found.results[system, k] = summarise(label(system), list(runs.values()), settings[0])
@@ -111,15 +200,16 @@ def collect(work: Work, systems: Sequence[str], horizons: Sequence[int]) -> Coll
 
 
 def _read(
-    work: Work, system: str, seed: int, k: int, found: Collected, settings: list[Setting]
+    work: Work, system: str, seed: int, k: int, data: str, found: Collected, settings: list[Setting]
 ) -> list[Measures] | None:
-    e, file = work.suite.evaluation, work.result_of(system, seed, k)
-    what = f"{label(system)}, Q{k}" if work.suite.seeds_of(system) == (0,) else f"{label(system)}, seed {seed}, Q{k}"
+    e, file = work.suite.evaluation, work.result_of(system, seed, k, data)
+    seeds = "" if work.suite.seeds_of(system) == (0,) else f"seed {seed}"
+    what = ", ".join(filter(None, (label(system), seeds, data, f"Q{k}")))
     if not file.is_file():
         found.missing.append(what)
         return None
     read = json.loads(file.read_text())
-    part = Part(system, seed, k, read["settings"]["memory"], e.tasks.format(split=work.split, k=k), str(file))
+    part = Part(system, seed, k, read["settings"]["memory"], work.tasks_of(data, k), str(file))
     if read["settings"] != (asked := measured_with(part, e)):
         other = ", ".join(name for name in asked if read["settings"].get(name) != asked[name])
         found.missing.append(f"{what} (the existing result has another {other})")
@@ -204,4 +294,7 @@ def trained_with(settings: dict[str, Any]) -> str:
 
 
 def sampled(evaluation: dict[str, Any]) -> str:
-    return f"episodes per task and seed: {evaluation['samples']}, sampled at temperature {evaluation['temperature']:g}"
+    top_p = evaluation.get("top_p", 1)  # older results do not have it
+    nucleus = "" if top_p == 1 else f" and top-p {top_p:g}"
+    temperature = f"{evaluation['temperature']:g}{nucleus}"
+    return f"episodes per task and seed: {evaluation['samples']}, sampled at temperature {temperature}"

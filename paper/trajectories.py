@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from memopd.cli.options import Precision, load_model, policy_name
 from memopd.engine.protocol import Completion, Request
 from memopd.evaluate.provenance import content_digest
 from memopd.files import whole_folder
@@ -36,8 +37,8 @@ def counts(episodes: Sequence[Episode]) -> dict[str, int]:
 
 def sentence(settings: Recorded, counted: dict[str, int]) -> str:
     return (
-        f"{counted['trajectories']} trajectories of `{settings.model}`, {counted['calls']:,} calls, "
-        f"{counted['sampled_tokens']:,} sampled tokens; {settings.dtype}."
+        f"{counted['trajectories']} trajectories of `{policy_name(settings.model, settings.adapter)}`, "
+        f"{counted['calls']:,} calls, {counted['sampled_tokens']:,} sampled tokens; {settings.dtype}."
     )
 
 
@@ -67,7 +68,8 @@ class Subject:
         """Everything that the trajectories depend on."""
         tasks = tasks or self.settings.tasks[0]
         read = {name: content_digest(where) for name, where in (("tasks", tasks), ("index", self.settings.index))}
-        asked = {"weights": fingerprint(Path(self.settings.model)), "tasks": tasks, "read": read, "rule": rule}
+        weights = fingerprint(Path(self.settings.model), self.settings.adapter, self.settings.dtype)
+        asked = {"weights": weights, "tasks": tasks, "read": read, "rule": rule}
         return asked | {name: getattr(self.settings, name) for name in SAMPLED_WITH}
 
     def replayed(self, rule: str, recorded: Sequence[Episode]) -> list[Episode]:
@@ -90,7 +92,7 @@ class Subject:
 
     @cached_property
     def model(self) -> Any:
-        return self._load(self.settings.model)
+        return self._load(self.settings.model, self.settings.adapter)
 
     @cached_property
     def teacher(self) -> Any:
@@ -99,15 +101,10 @@ class Subject:
         if not self.settings.teacher:
             raise ValueError("teacher: this experiment needs one; name a model folder in its configuration")
         check_same_tokenizer(self.settings.model, self.settings.teacher)
-        return self._load(self.settings.teacher)
+        return self._load(self.settings.teacher, self.settings.teacher_adapter)
 
-    def _load(self, path: str) -> Any:
-        import torch
-
-        from memopd.models.load import load_causal_lm
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return load_causal_lm(path, getattr(torch, self.settings.dtype)).to(device).eval()
+    def _load(self, path: str, adapter: str) -> Any:
+        return load_model(path, Precision(self.settings.dtype), adapter or None)
 
     def _sample(self, rule: str, tasks: str) -> Iterator[Episode]:
         from memopd.agent import Agent, repeat

@@ -28,7 +28,8 @@ from memopd.types import Sampling
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(ROOT.joinpath("configs").glob("*.toml"))
-TRAINING = ROOT / "paper" / "configs" / "training.toml"
+TRAINING = ROOT / "paper" / "world" / "training.toml"
+REAL = [ROOT / "paper" / "real" / f"{name}.toml" for name in ("training", "sft-student", "sft-teacher")]
 
 
 def test_there_are_shipped_ones():
@@ -36,7 +37,7 @@ def test_there_are_shipped_ones():
     assert {p.name for p in SHIPPED} == named
 
 
-@pytest.mark.parametrize("path", [*SHIPPED, TRAINING], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*SHIPPED, TRAINING, *REAL], ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_every_shipped_one_loads(path):
     config = load_config(path)
     assert config != RunConfig()
@@ -297,7 +298,7 @@ def fits(part: dict, value: object) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", [*SHIPPED, TRAINING], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*SHIPPED, TRAINING, *REAL], ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_every_shipped_one_fits_the_schema(path):
     settings = settings_of(json_schema())
     table = tomllib.loads(path.read_text())

@@ -20,7 +20,7 @@ from paper import __main__ as paper
 from paper import refresh, single, trained
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "paper" / "results"
+RESULTS = ROOT / "paper" / "world" / "results"
 
 
 WRITTEN = [p for p in refresh.DOCUMENTS if p.name != "models.md"]  # by people
@@ -206,7 +206,7 @@ def test_pages_of_recorded_trajectories_say_what_their_json_says(name):
 
 EVERYWHERE = [
     *refresh.DOCUMENTS,
-    *(p for folder in ("paper/results", "models", "tests", "examples") for p in (ROOT / folder).rglob("*.md")),
+    *(p for folder in ("paper", "models", "tests", "examples") for p in (ROOT / folder).rglob("*.md")),
 ]
 LINK = re.compile(r'\]\(([^()\s]+)\)|src="([^"]+)"')
 FOLDERS = "src|tests|docs|paper|benchmarks|examples|configs"
@@ -255,7 +255,7 @@ def test_files_named_in_documents_exist(document):
 
 
 def test_a_missing_file_is_noticed():
-    text = "`compile/trie.py` `paper/plan.md` `compile/tire.py` `RUN/config.json` `runs/a/config.json` x/y.py\n"
+    text = "`compile/trie.py` `paper/world/plan.md` `compile/tire.py` `RUN/config.json` `runs/a/config.json` x/y.py\n"
     text += "    pytest tests/train/test_losses.py tests/train/test_gains.py::test_one"
     assert missing_files(text, ROOT) == ["compile/tire.py", "tests/train/test_gains.py"]
 
@@ -313,8 +313,13 @@ def unknown(line):
     return None
 
 
-SETTINGS = [p for folder in ("configs", "paper/configs") for p in (ROOT / folder).rglob("*.toml")]
-SCRIPTS = [*(ROOT / "examples").glob("*.sh"), ROOT / "paper" / "student.sh", *SETTINGS]
+SETTINGS = [p for folder in ("configs", "paper/world", "paper/real") for p in (ROOT / folder).rglob("*.toml")]
+SCRIPTS = [
+    *(ROOT / "examples").glob("*.sh"),
+    ROOT / "paper" / "student.sh",
+    ROOT / "paper" / "real" / "prepare.sh",
+    *SETTINGS,
+]
 PLACES = [*(p for p in WRITTEN if p.name != "CHANGELOG.md"), *(ROOT / "models").rglob("*.md"), *SCRIPTS]
 
 

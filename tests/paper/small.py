@@ -50,9 +50,12 @@ dev_tasks = 2
 """
 SUITE = """
 training = "{folder}/training.toml"
-arms = ["ppo", "memopd"]
 seeds = [0, 1]
 concurrent = 2
+
+[arms]
+ppo = {{ "teacher.state" = "none" }}
+memopd = {{ "teacher.state" = "aligned" }}
 
 [evaluation]
 tasks = "{folder}/world/tasks/{{split}}-q{{k}}.parquet"

@@ -26,7 +26,7 @@ def shell(name: str, folder: Path, script: str) -> Job:
 
 def test_finished_jobs_are_not_run_again(tmp_path):
     (tmp_path / "a").touch()
-    failed = run_jobs([shell("a", tmp_path, "exit 1"), shell("b", tmp_path, "touch {done}")], concurrent=1)
+    failed = run_jobs([shell("a", tmp_path, "exit 1"), shell("b", tmp_path, "touch {done}")], concurrent=1).failed
     assert failed == {}
     assert not (tmp_path / "a.log").exists()
     assert (tmp_path / "b").exists()
@@ -36,7 +36,7 @@ def test_a_failure_is_tried_once_more_and_then_named_while_others_go_on(tmp_path
     second = "if [ -e {done}.tried ]; then touch {done}; else touch {done}.tried; exit 1; fi"
     bad = "echo try >> {done}.tries; echo the disk is full; exit 3"
     work = [shell("bad", tmp_path, bad), shell("late", tmp_path, second), shell("good", tmp_path, "touch {done}")]
-    failed = run_jobs(work, concurrent=2)
+    failed = run_jobs(work, concurrent=2).failed
     assert failed == {"bad": "the disk is full"}
     assert (tmp_path / "bad.tries").read_text().count("try") == 2
     assert (tmp_path / "late").exists()
@@ -44,7 +44,7 @@ def test_a_failure_is_tried_once_more_and_then_named_while_others_go_on(tmp_path
 
 
 def test_ending_well_without_results_is_a_failure(tmp_path):
-    assert "without its results" in run_jobs([shell("a", tmp_path, "echo ok")], concurrent=1)["a"]
+    assert "without its results" in run_jobs([shell("a", tmp_path, "echo ok")], concurrent=1).failed["a"]
 
 
 def test_as_many_at_once_as_asked_and_no_more(tmp_path):
@@ -57,6 +57,33 @@ def test_as_many_at_once_as_asked_and_no_more(tmp_path):
         running += 1 if mark == "+" else -1
         most = max(most, running)
     assert most == 2
+
+
+def test_when_the_time_is_over_running_jobs_end_and_the_rest_is_named(tmp_path):
+    """The first job ends by itself, the second is ended in the middle of its work, the third never starts."""
+    trap = "trap 'touch {done}.asked; exit 1' TERM; touch {done}.began; while true; do sleep 0.01; done"
+    work = [
+        shell("quick", tmp_path, "touch {done}"),
+        shell("slow", tmp_path, trap),
+        shell("late", tmp_path, "touch {done}"),
+    ]
+    made = run_jobs(work, concurrent=1, until=time.monotonic() + 1.5)
+    assert (made.failed, made.unfinished) == ({}, ["slow", "late"])
+    assert [(tmp_path / name).exists() for name in ("quick", "slow.began", "slow.asked", "late")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    again = run_jobs([work[0], work[2]], concurrent=1, until=time.monotonic() + 60)
+    assert (again.failed, again.unfinished) == ({}, [])
+
+
+def test_a_process_that_ignores_the_request_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "GRACE_SECONDS", 0.1)
+    stubborn = shell("a", tmp_path, "trap '' TERM; echo $$ > {done}.pid; while true; do sleep 0.01; done")
+    assert run_jobs([stubborn], concurrent=1, until=time.monotonic() + 1).unfinished == ["a"]
+    assert not alive(int((tmp_path / "a.pid").read_text()))
 
 
 PARENT = """

@@ -7,6 +7,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import numpy as np
 import pytest
+from random_adapter import write_random
 from small import folder
 from transformers import AutoTokenizer
 
@@ -82,6 +83,19 @@ def test_state(run, tmp_path):
     assert "| persistent history |" in text
     run("domain")  # the same trajectories serve
     assert len(list((tmp_path / "work" / "trajectories").iterdir())) == 1
+
+
+def test_trajectories_of_an_adapter_are_its_own(run, tmp_path):
+    """Sampled for real: a base and two adapters of it give three sets of trajectories. Packing is exact for all."""
+    for seed in (0, 1):
+        write_random(tmp_path / f"adapter-{seed}", folder() / "model", seed)
+    adapters = ["", *(f'adapter = "{tmp_path}/adapter-{seed}"' for seed in (0, 1))]
+    for n, extra in enumerate(adapters, 1):
+        found, _ = run("rules", f'rules = ["mem1"]\n{extra}', scripted=False)
+        assert all(found["rules"]["mem1"][dtype]["passed"] for dtype in ("float32", "bfloat16"))
+        assert ("adapter" in found["inputs"]) == bool(extra)
+        stores = list((tmp_path / "work" / "trajectories").iterdir())
+        assert len(stores) == n
 
 
 def test_corruption(run):

@@ -37,7 +37,7 @@ def test_arms_differ_in_the_teachers_states_alone(work):
 
 
 def test_training_resumes_what_is_there_and_skips_what_is_finished(work):
-    job = next(job for job in work.training_jobs() if job.name == "train memopd-1")
+    job = next(job for job in work.training_jobs() if job.name == "train:memopd-1")
     assert not job.finished()
     assert "--resume" not in job.command()
     run = work.run_of("memopd", 1)
@@ -110,7 +110,7 @@ def test_a_plan_is_read_as_it_was_written(work, tmp_path):
 
 
 def test_untrained_arms_wait(work):
-    assert [job.name for job in work.evaluation_jobs()] == ["evaluate student-0 on test"]
+    assert [job.name for job in work.evaluation_jobs()] == ["evaluate:student-0"]
 
 
 def test_two_commands_do_not_share_a_folder(tmp_path):
@@ -164,6 +164,6 @@ def test_killed_at_any_moment_the_command_goes_on(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_cannot_train_is_named(tmp_path):
     broken = Work(load(Suite, folder() / "suite.toml"), tmp_path, (("ppo", 2),), overrides=(("model.student", "/no"),))
-    failed = run_jobs(list(broken.training_jobs()), 2)
-    assert set(failed) == {"train ppo-0", "train ppo-1"}
+    failed = run_jobs(list(broken.training_jobs()), 2).failed
+    assert set(failed) == {"train:ppo-0", "train:ppo-1"}
     assert all("there is no model here" in why for why in failed.values())

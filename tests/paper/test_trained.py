@@ -15,6 +15,7 @@ from paper.settings import Shown, Suite
 from paper.suite import Work
 from paper.trained import rewritten, show
 
+ARMS = {"ppo": {"teacher.state": "none"}, "memopd": {"teacher.state": "aligned"}}
 SYSTEMS = ("student-mem1", "ppo", "memopd")
 SHOWN = Shown(
     "Two systems", horizons=(2,), systems=SYSTEMS, compare=(("memopd", "ppo"), ("memopd", "student-mem1")),
@@ -32,7 +33,7 @@ SCORES = {  # EM and F1 of two tasks
 @pytest.fixture
 def work(tmp_path):
     wanted = tuple((s, 2) for s in SYSTEMS)
-    made = Work(Suite(seeds=(0, 1), arms=("ppo", "memopd")), tmp_path / "work", wanted)
+    made = Work(Suite(seeds=(0, 1), arms=ARMS), tmp_path / "work", wanted)
     for (system, seed), scores in SCORES.items():
         part = Part(system, seed, 2, "mem1", "runs/world/tasks/test-q2.parquet", "")
         settings = measured_with(part, made.suite.evaluation)
@@ -163,7 +164,7 @@ compare = [["memopd", "ppo"]]
 
 
 def test_the_command_makes_tables_of_what_is_there(work, tmp_path):
-    (tmp_path / "suite.toml").write_text("arms = ['ppo', 'memopd']\nseeds = [0, 1]\n")
+    (tmp_path / "suite.toml").write_text("seeds = [0, 1]\n[arms.ppo]\n[arms.memopd]\n")
     (tmp_path / "main.toml").write_text(COLLECTED.format(folder=tmp_path))
     places = ["--config", tmp_path / "main.toml", "--work", work.folder, "--output", tmp_path / "out"]
     done = CliRunner().invoke(app, ["main", *map(str, places), "--collect"], catch_exceptions=False)

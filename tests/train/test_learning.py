@@ -6,7 +6,7 @@ In earnest: twenty updates of MemOPD from the shipped student on a CPU, three se
 the last five updates, less that in the first five. Every update asks tasks that were not asked before. The four
 episodes of a task are alike, so that the tasks are what is counted: the standard error is that of a difference between
 the means of two sets of tasks. Beyond noise: every seed gains, and the mean of the three gains is more than three
-standard errors above zero. The result is written to paper/results/learning.json.
+standard errors above zero. The result is written to paper/world/results/learning.json.
 """
 
 import json
@@ -29,7 +29,7 @@ from memopd.train.log import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "world.toml"
-RESULT = ROOT / "paper" / "results" / "learning.json"
+RESULT = ROOT / "paper" / "world" / "results" / "learning.json"
 SEEDS, UPDATES, EACH = (0, 1, 2), 20, 5
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
