@@ -427,7 +427,7 @@ def test_preparation_makes_what_the_settings_read_and_nothing_twice(tmp_path):
     shown = [load_config(REAL / f"sft-{who}.toml").sft.episodes for who in ("student", "teacher")]
     needed = [*tasks, training.tasks.train, training.tasks.dev, training.tasks.index, *(e for of in shown for e in of)]
     assert [name for name in needed if not (tmp_path / name).exists()] == []
-    assert len(ran) == len(needed)
+    assert len(ran) == len(set(needed))  # student and teacher share demonstrations
     assert (tmp_path / "runs/real/questions/squad.jsonl.gz").read_text() == "more/squad-trainmore/squad-dev"
     (tmp_path / tasks[0]).unlink()
     subprocess.run(command, check=True)
