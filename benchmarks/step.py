@@ -93,12 +93,12 @@ def run_step(
         for arm in arms:
             chosen = settings_of(config, arm, steps, rank, critic)
             found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
-            for _ in range(rounds):
+            for turn in range(rounds):
                 for name, tree in trees.items():
                     print(f"step: {arm}, {name}", file=sys.stderr, flush=True)
                     found[name].append(run_arm(chosen, tree, steps, profile and name == "here"))
-            for name, runs in found.items():
-                yield result_of(chosen, name, arm, runs)
+                    if turn == rounds - 1:  # at once: what was measured is kept if the command is stopped
+                        yield result_of(chosen, name, arm, found[name])
 
 
 def run_arm(config: RunConfig, tree: Path, steps: int, profile: bool) -> dict[str, Any]:

