@@ -9,6 +9,7 @@ import memopd
 from memopd.engine import Request
 from memopd.engine.local import LocalEngine
 from memopd.engine.local import engine as local_module
+from memopd.engine.local import passes as passes_module
 from memopd.engine.local.cache import Cache, Match, Slots
 from memopd.engine.local.sampler import Uniforms
 from memopd.score import head_of
@@ -128,14 +129,14 @@ def stale_slot(monkeypatch):
 
 def unmasked(monkeypatch):
     """Sequences that share a call read past their own end."""
-    group = local_module.group
+    group = passes_module.group
 
     def open(slots, lengths, room, dtype):
         made = group(slots, lengths, room, dtype)
         made.masks = [None] * len(made.masks)
         return made
 
-    monkeypatch.setattr(local_module, "group", open)
+    monkeypatch.setattr(passes_module, "group", open)
 
 
 @pytest.mark.parametrize("mistake", [off_by_one, wrong_slot, stale_slot, unmasked])

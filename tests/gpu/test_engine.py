@@ -6,7 +6,7 @@ import torch
 
 from memopd.engine import Request
 from memopd.engine.local import LocalEngine
-from memopd.engine.local import engine as local_module
+from memopd.engine.local import passes as passes_module
 from memopd.engine.local.attention import Span, plain
 from memopd.models.attention import Layer
 from memopd.models.support import length_limit
@@ -103,9 +103,9 @@ def test_captured_steps_sample_what_single_steps_do(monkeypatch):
     some = [*requests(40), *requests(40, seed=1, temperature=0.7, top_p=0.9, top_k=20)]
     captured = LocalEngine(model, None, slots=12, max_length=256)
     made = captured.generate(some)
-    assert captured._decoder.graphs
-    assert captured._decoder.prompts.graphs
-    monkeypatch.setattr(local_module.LocalEngine, "_can_capture", lambda self: False)
+    assert captured._passes.graphs.graphs
+    assert captured._passes.graphs.prompts.graphs
+    monkeypatch.setattr(passes_module.Passes, "can_capture", lambda self: False)
     expected = LocalEngine(model, None, slots=12, max_length=256).generate(some)
     same = sum(a.tokens.tolist() == b.tokens.tolist() for a, b in zip(made, expected, strict=True))
     assert same >= 79  # one draw within rounding of a boundary is allowed for
@@ -116,13 +116,13 @@ def test_weights_trained_in_place_need_no_new_capture():
     model = tiny_model("qwen2").to(CUDA)
     engine, some = LocalEngine(model, None, slots=16, max_length=256), requests(30)
     engine.generate(some)
-    graphs = dict(engine._decoder.graphs)
+    graphs = dict(engine._passes.graphs.graphs)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.05)
     engine.version = 1
     made = engine.generate(some)
-    assert graphs.items() <= engine._decoder.graphs.items()
+    assert graphs.items() <= engine._passes.graphs.graphs.items()
     expected = LocalEngine(model, None, slots=16, max_length=256).generate(some)
     same = sum(a.tokens.tolist() == b.tokens.tolist() for a, b in zip(made, expected, strict=True))
     assert same >= 29

@@ -24,22 +24,21 @@ import torch
 from torch import Tensor
 
 from memopd.engine.guide import guides_of
-from memopd.engine.local.attention import Groups, Pass, Span, check_model, group
+from memopd.engine.local.attention import check_model
 from memopd.engine.local.cache import WORTHWHILE, Cache, Slots
+from memopd.engine.local.passes import STEPS, Passes, Row
 from memopd.engine.local.sequence import FlatRow, SampledSequence, draw_tokens, end_tokens, read_request
 from memopd.engine.local.session import LocalSession
 from memopd.engine.protocol import Completion, Request, Ticket
 from memopd.engine.stops import stops_of
 from memopd.models.attention import sampling_attention
-from memopd.models.support import length_limit, rope_switch
+from memopd.models.support import length_limit
 from memopd.types import StopReason
 
 log = logging.getLogger("memopd")
 
 # New prompt tokens per pass; a longer prompt gets a pass of its own. Short rows suit a CPU's caches, long ones a GPU.
 PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
-
-LARGEST_GRAPH = 12288  # rows of a captured pass; larger ones, of very long prompts, keep the GPU busy by themselves
 
 # On a GPU a pass in which prompts enter takes as long as E steps, and every running sequence waits for it. If prompts
 # enter every n steps and a call samples L tokens, the passes cost E/n and the time before a call enters n/2L of the
@@ -79,17 +78,10 @@ class LocalEngine:
         self._stops = None if tokenizer is None else stops_of(tokenizer, self.vocabulary)
         self._guides = None if tokenizer is None else guides_of(tokenizer, self.vocabulary, self._ends)
         self._slots, self._cache = Slots(slots, self.max_length), Cache(slots, self.max_length)
+        self._passes = Passes(model, self._cache, fused)
         self._running: list[SampledSequence] = []  # in the order of their slots
-        self._groups: Groups | None = None  # of the running sequences; None: these changed
-        self._decoder: Any = None
         self._replays = 0  # since prompts last entered
-        self._fused = False
-        if fused and self._device.type == "cuda":
-            from memopd.engine.local.fused import fuse  # imports torch's compiler, which takes seconds
-
-            self._fused = fuse(model)
         self.runs_ahead = self._device.type == "cuda"  # a CPU would compute for the caller and the engine in turn
-        self._captures = rope_switch(model) is None  # such a rope reads positions on the host, in every step
         self._weights: list[tuple[int, int]] = []  # address and version counter of every parameter
 
         self._lock = threading.Condition()  # guards the attributes below
@@ -178,8 +170,7 @@ class LocalEngine:
         """Give the memory of the cache and of the CUDA graphs back, once no request runs. The next request takes it
         again, and gets the same completion."""
         with self.updating(self._version):
-            self._cache.release()
-            self._decoder = None
+            self._passes.release()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # so that others can cut it into pieces of any size
 
@@ -332,9 +323,9 @@ class LocalEngine:
 
     def _fail(self, sequences: Sequence[SampledSequence], why: BaseException) -> list[SampledSequence]:
         """Raise `why` to the callers of all running sequences, and empty the cache for the next ones."""
-        self._running, self._groups, self._decoder = [], None, None
+        self._running = []
         self._slots = Slots(len(self._slots.tokens), self.max_length)
-        self._cache.release()  # now: the frames in the error's traceback still refer to the cache
+        self._passes.release()  # now: the frames in the error's traceback still refer to the cache
         return [s.end(why, self._version) for s in sequences]
 
     def _gathers(self) -> bool:
@@ -372,81 +363,26 @@ class LocalEngine:
                 del self._waiting[sequence]
                 entering.append((sequence, match.ready))
         if source:
-            self._cache.copy(self._tensor(np.concatenate(source)), self._tensor(np.concatenate(target)))
+            self._cache.copy(*(self._passes.tensor(np.concatenate(rows)) for rows in (source, target)))
 
     def _pass(self, entering: Sequence[tuple[SampledSequence, int]]) -> list[SampledSequence]:
         """One forward pass: a token of every running sequence, and the new tokens of the prompts that enter."""
         row = FlatRow.of(self._running, entering, self.max_length)
-        logits = self._logits(row)
+        logits = self._passes.logits(row)
         self._slots.filled(s.slot for s, _ in entering)
         everyone = [*self._running, *(s for s, _ in entering)]
         tokens, logprobs = draw_tokens(everyone, logits)
         if entering:
-            self._running, self._groups = sorted(everyone, key=lambda s: s.slot), None
-            self._replays = 0
+            self._running, self._replays = sorted(everyone, key=lambda s: s.slot), 0
+            self._passes.regroup()
         return self._take(everyone, [tokens], [logprobs])
-
-    def _logits(self, row: FlatRow) -> Tensor:
-        """The logits that follow every sequence of `row`."""
-        if self._can_capture() and len(row.ids) <= LARGEST_GRAPH:
-            from memopd.engine.local.graphs import NotCaptured
-
-            try:
-                return self._graphs().logits(row)
-            except NotCaptured as why:
-                self._not_captured(why)
-        return self._model_logits(row)
-
-    def _model_logits(self, row: FlatRow) -> Tensor:
-        """The same, kernel by kernel."""
-        slots, lengths = [s.slot for s in self._running], [s.length for s in self._running]
-        if self._groups is None and self._device.type == "cpu":
-            self._groups = group(slots, lengths, self.max_length, self.model.dtype)
-        this = Pass(
-            self._cache,
-            self._tensor(row.places),
-            spans=[*row.running, *row.entering],
-            groups=() if self._groups is None else self._groups.at(slots, lengths),
-            alone=row.entering,
-        )
-        logits: Tensor = self.model(
-            input_ids=self._tensor(row.ids)[None],
-            position_ids=self._tensor(row.positions)[None],
-            attention_mask=None,
-            use_cache=False,
-            logits_to_keep=self._tensor(row.last),
-            memopd_scheme=this,  # not compiled: for few rows, compiled layers cost the host twice as much
-        ).logits[0]
-        return logits
-
-    def _can_capture(self) -> bool:
-        """Whether CUDA graphs can run the passes. This is known after a first pass has used every layer."""
-        if self._device.type != "cuda" or not self._captures:
-            return False
-        if not self._cache.layers:  # one token, in the slot that no sequence uses: sequences' own passes are all alike
-            one, slot = np.zeros(1, np.int64), self._cache.slots - 1
-            self._model_logits(FlatRow(one, one, one + slot * self.max_length, one, [Span(slot, 0, 1, 0)], []))
-        return not self._cache.special
-
-    def _graphs(self) -> Any:
-        if self._decoder is None:
-            from memopd.engine.local.graphs import Decoder  # imports Triton, which exists only with a GPU
-
-            self._decoder = Decoder(self.model, self._cache, self._fused)
-        return self._decoder
-
-    def _not_captured(self, why: Exception) -> None:
-        log.warning("engine: %s cannot be captured, steps run one by one (%s)", type(self.model).__name__, why)
-        self._captures = False
 
     def _can_replay(self) -> bool:
         """Whether a CUDA graph can run the next steps."""
-        return self._can_capture() and all(s.is_plain for s in self._running)
+        return self._passes.can_capture() and all(s.is_plain for s in self._running)
 
     def _replay(self) -> list[SampledSequence]:
         """A few steps of all running sequences, before the host reads the tokens."""
-        from memopd.engine.local.graphs import STEPS, NotCaptured, Row
-
         most = STEPS // 2 if self._waiting else STEPS  # a waiting sequence can enter sooner
         steps = min(most, max(s.limit - len(s.tokens) for s in self._running))
         rows = []
@@ -454,10 +390,8 @@ class LocalEngine:
             kind, done = s.request.sampling, len(s.tokens)
             uniforms = s.uniforms.until(done + steps)[done : done + steps]
             rows.append(Row(s.slot, s.tokens[-1], s.length - 1, uniforms, kind.temperature, kind.top_k, kind.top_p))
-        try:
-            sampled = self._graphs().decode(rows, steps)
-        except NotCaptured as why:
-            self._not_captured(why)
+        sampled = self._passes.decode(rows, steps)
+        if sampled is None:
             return self._pass([])
         self._replays += 1
         return self._take(list(self._running), *sampled)
@@ -485,7 +419,8 @@ class LocalEngine:
                 self._slots.release(sequence.slot, sequence.prompt[:1])
             sequence.slot = -1
         if finished:
-            self._running, self._groups = [s for s in self._running if s.slot >= 0], None
+            self._running = [s for s in self._running if s.slot >= 0]
+            self._passes.regroup()
         return finished
 
     def _take_token(self, sequence: SampledSequence, token: int, logprob: float) -> StopReason | None:
@@ -495,6 +430,3 @@ class LocalEngine:
         if sequence.cancelled or self._closed:
             return StopReason.ABORTED
         return sequence.take(token, logprob, self._ends)
-
-    def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)

@@ -9,7 +9,6 @@ steps do not depend on these.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,31 +18,14 @@ from torch import Tensor
 from memopd.engine.local.attention import Pass
 from memopd.engine.local.cache import Cache
 from memopd.engine.local.kernel import Tiles
+from memopd.engine.local.passes import STEPS, NotCaptured, Row
 from memopd.engine.local.prompts import PromptGraphs
 from memopd.engine.local.sampler import draw
 from memopd.engine.local.sequence import FlatRow
 from memopd.models.attention import Scheme
 from memopd.models.compiled import Opaque, compiled
 
-STEPS = 16  # replayed before the host reads the tokens, at most
 ALL = 2**31  # more tokens than any vocabulary has
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The inputs of one sequence's next step."""
-
-    slot: int
-    token: int
-    position: int
-    uniforms: np.ndarray[Any, Any]  # at least as many as the steps to come
-    temperature: float
-    top_k: int  # 0: off
-    top_p: float
-
-
-class NotCaptured(Exception):
-    """The step of this model cannot be captured: it synchronises with the host, or its shapes depend on values."""
 
 
 class Decoder:
