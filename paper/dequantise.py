@@ -39,14 +39,14 @@ def dequantise(
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+        read: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
     except ImportError as error:
         raise ValueError(f"{file}: reading it needs the package gguf: {str(error).strip().splitlines()[0]}") from None
     settings = {key: value for key, value in read.config.to_dict().items() if key not in OF_THE_FILE}
     weights = read.state_dict()
     if "lm_head.weight" in weights:  # the file has the tied matrix twice, and the head's copy is finer
         weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
-    model: Any = type(read)(type(read.config)(**settings | {"tie_word_embeddings": True})).to(torch.bfloat16)
+    model = type(read)(type(read.config)(**settings | {"tie_word_embeddings": True})).to(torch.bfloat16)
     loaded = model.load_state_dict(weights, strict=False)
     if loaded.unexpected_keys or set(loaded.missing_keys) - {"lm_head.weight"}:
         raise ValueError(
