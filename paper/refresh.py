@@ -280,13 +280,13 @@ def claims() -> str:
 
 
 def verdicts(by_data: bool) -> list[str]:
-    """The claims of the plan on real questions; those that do not hold come first."""
+    """The orders that the plan asks for, on real questions; those that do not hold come first."""
     made = [o for name in ("main", "control") if has_real(name) for o in real(name).get("orders", [])]
     text = []
     for heading, holds in (("do **not** hold", False), ("hold", True)):
         rows = [order_row(o) for o in made if o["holds"] == holds and (by_data or not o["data"])]
         table = markdown_table(ORDER_HEADS, rows) if rows else "None."
-        text += [f"These claims of the plan {heading} on real questions:", table]
+        text += [f"These orders of the plan {heading} on real questions:", table]
     return [*text, missing_of(("main", "control")).strip()]
 
 

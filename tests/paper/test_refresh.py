@@ -102,8 +102,8 @@ def test_claims_that_do_not_hold_come_first(real, tmp_path):
     write_results(tmp_path / "work", real)
     for name in ("orders", "claims"):
         text = blocks()[name]
-        assert text.startswith("These claims of the plan do **not** hold on real questions:")
-        failing, _, rest = text.partition("These claims of the plan hold on real questions:")
+        assert text.startswith("These orders of the plan do **not** hold on real questions:")
+        failing, _, rest = text.partition("These orders of the plan hold on real questions:")
         holding = rest.partition("In the embedded world")[0]
         assert "| MemOPD above PPO | all | Q16 | -1.200 |" in failing
         assert "| MemOPD's advantage over PPO per question grows: +0.100, -0.075 | all | Q2, Q16 | -0.175 |" in failing
