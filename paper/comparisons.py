@@ -105,31 +105,78 @@ def comparison_caption(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def orders(lines: Sequence[dict[str, Any]], claims: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Whether a is above b in F1: all seeds ahead, and the interval over tasks above 0. Those that fail come first."""
-    made = [
-        {key: line.get(key) for key in ("a", "b", "k", "data", "difference")}
-        | {
-            "low": line["over_tasks"]["low"], "high": line["over_tasks"]["high"],
-            "ahead": seeds_ahead(line), "seeds": len(line["seeds"]),
-            "holds": line["over_tasks"]["low"] > 0 and seeds_ahead(line) == len(line["seeds"]),
+    """Whether a is above b in F1: all seeds ahead, and the interval over tasks above 0."""
+    return [
+        _order(line, "f1", line["over_tasks"]["low"] > 0)
+        for line in lines
+        if line["metric"] == "f1" and (line["a"], line["b"]) in claims
+    ]
+
+
+def shorter(lines: Sequence[dict[str, Any]], claims: Sequence[tuple[str, str]], k: int) -> list[dict[str, Any]]:
+    """Whether a's peak is below b's on k questions: all seeds lower, and the interval over tasks below 0."""
+    return [
+        _order(line, "peak", line["over_tasks"]["high"] < 0)
+        for line in lines
+        if line["metric"] == "peak" and line["k"] == k and (line["a"], line["b"]) in claims
+    ]
+
+
+def _order(line: dict[str, Any], kind: str, is_certain: bool) -> dict[str, Any]:
+    ahead, seeds = seeds_ahead(line), len(line["seeds"])
+    return {"kind": kind} | {key: line.get(key) for key in ("a", "b", "k", "data", "difference")} | {
+        "low": line["over_tasks"]["low"], "high": line["over_tasks"]["high"], "ahead": ahead, "seeds": seeds,
+        "holds": is_certain and ahead == seeds,
+    }  # fmt: skip
+
+
+def grows(
+    made: Sequence[dict[str, Any]], claims: Sequence[tuple[str, str]], horizons: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Whether a's advantage per question is larger on the longest horizon than on the shortest, in all seeds.
+
+    `made` is what `growth` makes. Where one of the two horizons is missing there is no verdict.
+    """
+    return [
+        {
+            "kind": "growth", "a": line["a"], "b": line["b"], "from": line["from"], "k": line["to"],
+            "data": line.get("data"), "difference": more["mean"], "low": more["low"], "high": more["high"],
+            "ahead": more["ahead"], "seeds": len(line["seeds"]), "holds": more["ahead"] == len(line["seeds"]),
+            "per_question": line["per_question"],
         }
-        for line in lines if line["metric"] == "f1" and (line["a"], line["b"]) in claims
+        for line in made
+        for more in [line["more_per_question"]]
+        if (line["a"], line["b"]) in claims and (line["from"], line["to"]) == (min(horizons), max(horizons))
     ]  # fmt: skip
-    return sorted(made, key=lambda order: order["holds"])
+
+
+ORDER_HEADS = ["order, in F1 if no other measure is named", "data", "horizon", "difference", "95 % over tasks",
+               "seeds ahead"]  # fmt: skip
 
 
 def orders_tables(made: Sequence[dict[str, Any]]) -> list[str]:
     """The claims that fail, then those that hold."""
     text = []
     for heading, holds in (("## Orders that do not hold", False), ("## Orders that hold", True)):
-        rows = [
-            [f"{o['a']} above {o['b']}", o["data"] or "all", f"Q{o['k']}", difference(o["difference"]),
-             difference(o["low"], o["high"]), f"{o['ahead']} of {o['seeds']}"]
-            for o in made if o["holds"] == holds
-        ]  # fmt: skip
-        heads = ["order, in F1", "data", "horizon", "difference", "95 % over tasks", "seeds ahead"]
-        text += [heading, markdown_table(heads, rows) if rows else "None."]
+        rows = [order_row(order) for order in made if order["holds"] == holds]
+        text += [heading, markdown_table(ORDER_HEADS, rows) if rows else "None."]
     return text
+
+
+def order_row(o: dict[str, Any]) -> list[str]:
+    a, b, data, ahead = o["a"], o["b"], o["data"] or "all", f"{o['ahead']} of {o['seeds']}"
+    kind = o.get("kind", "f1")
+    if kind == "growth":
+        each = {int(k): value for k, value in o["per_question"].items()}
+        what = f"{a}'s advantage over {b} per question grows: {difference(each[o['from']])}, {difference(each[o['k']])}"
+        interval = "–" if o["low"] is None else f"{difference(o['low'], o['high'])}, over seeds"
+        return [what, data, f"Q{o['from']}, Q{o['k']}", difference(o["difference"]), interval, ahead]
+    what, unit, digits = f"{a} above {b}", 1.0, 3
+    if kind == "peak":
+        heading, unit, digits = COMPARED["peak"]
+        what = f"{a} below {b} in {heading}"
+    interval = difference(o["low"], o["high"], unit=unit, digits=digits)
+    return [what, data, f"Q{o['k']}", difference(o["difference"], unit=unit, digits=digits), interval, ahead]
 
 
 def growth(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

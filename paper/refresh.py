@@ -6,6 +6,8 @@ A block in a document names its function:
     ...
     <!-- end -->
 
+Blocks about learning show the results on real questions (paper/real/results) first and those of the embedded world
+second. As long as there are no results on real questions, they show the world's alone.
 tests/test_documents.py fails if a document is out of date.
 """
 
@@ -13,40 +15,73 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.output import markdown_table
 from benchmarks.shapes import SHAPES
+from memopd.cli.options import policy_name
 from memopd.evaluate.provenance import warn_changed
 from memopd.evaluate.statistics import Estimate
 from memopd.evaluate.tables import shown
+from paper.comparisons import ORDER_HEADS, order_row
 from paper.trained import sampled, trained_with
 
 ROOT = Path(__file__).parent.parent
 RESULTS, BENCHES = ROOT / "paper" / "world" / "results", ROOT / "benchmarks" / "results"
+REAL = ROOT / "paper" / "real" / "results"
+WORLD = "In the embedded world, the second evidence:"
 PEERS = BENCHES / "peers-h200.jsonl"
 BLOCK = re.compile(r"(<!-- made by paper/refresh\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def summary() -> str:
     """The table of the README: one line per question that MemOPD answers."""
-    rows = {row["representation"]: row for row in read("state")["representations"]}
-    flat, packed = rows["persistent history"], rows["reconstructed packing"]
+    wrong, matters = "How wrong is a flattened history?", "Does it matter for learning?"
     f1 = {r["system"]: r["metrics"]["f1"]["mean"] for r in read("control")["results"] if r["k"] == 2}
+    how = f"F1 on two questions; {briefly('control')}"
+    learnt = [
+        how,
+        f"student {f1['SFT']:.2f}; + PPO {f1['PPO']:.2f}; + teacher in flattened states {f1['persistent OPD']:.2f}; "
+        f"**+ teacher in exact states {f1['MemOPD']:.2f}**",
+    ]
+    rows = [[wrong, clipped(read("state"))]]
+    if has_real("state"):
+        rows = [[f"{wrong} Real questions", clipped(real("state"))],
+                ["The same in the embedded world", clipped(read("state"))]]  # fmt: skip
+    if has_real("control"):
+        rows += [[f"{matters} Real questions: {asked}", found] for asked, found in learnt_on_real_questions()]
+        rows += [[f"The same in the embedded world: {learnt[0]}", learnt[1].replace("**", "")]]
+    else:
+        rows += [[f"{matters} {learnt[0]}", learnt[1]]]
     return markdown_table(
-        ["Question", "Measured"],
-        [
-            ["How wrong is a flattened history?",
-             f"PPO would clip {100 * flat['false_clip']:.1f} % of the sampled tokens although nothing changed; "
-             f"packed, {100 * packed['false_clip']:.1f} %"],
-            [f"Does it matter for learning? F1 on two questions; {briefly('control')}",
-             f"student {f1['SFT']:.2f}; + PPO {f1['PPO']:.2f}; "
-             f"+ teacher in flattened states {f1['persistent OPD']:.2f}; "
-             f"**+ teacher in exact states {f1['MemOPD']:.2f}**"],
-            fast_against_peers() if PEERS.is_file() else fast_against_rows(),
-        ],
-    )  # fmt: skip
+        ["Question", "Measured"], [*rows, fast_against_peers() if PEERS.is_file() else fast_against_rows()]
+    )
+
+
+def clipped(state: dict[str, Any]) -> str:
+    rows = {row["representation"]: row for row in state["representations"]}
+    flat, packed = rows["persistent history"], rows["reconstructed packing"]
+    return (
+        f"PPO would clip {100 * flat['false_clip']:.1f} % of the sampled tokens although nothing changed; "
+        f"packed, {100 * packed['false_clip']:.1f} %"
+    )
+
+
+def learnt_on_real_questions() -> list[tuple[str, str]]:
+    """For every horizon, F1 of the arms of the control; the highest is bold, whichever it is."""
+    found = {(r["system"], r["k"]): r["metrics"]["f1"]["mean"] for r in real("control")["results"]}
+    made = []
+    for k in sorted({k for _, k in found}):
+        f1 = {name: found[system, k] for system, name in (
+            ("SFT", "student"), ("PPO", "+ PPO"), ("persistent OPD", "+ teacher in flattened states"),
+            ("MemOPD", "+ teacher in exact states")) if (system, k) in found}  # fmt: skip
+        cells = [f"{name} {value:.2f}" for name, value in f1.items()]
+        best = [f"**{c}**" if value == max(f1.values()) else c for c, value in zip(cells, f1.values(), strict=True)]
+        how = f"; {few_words(real('control')['settings']['trained_with'])}" if k == 2 else ""
+        made.append((f"F1 on {k} questions{how}", "; ".join(best)))
+    return made
 
 
 def fast_against_rows() -> list[str]:
@@ -128,7 +163,12 @@ def machine_of(line: dict[str, Any]) -> str:
 
 def state() -> str:
     """Table 3: the same sampled tokens, flattened and packed, against the calls run alone."""
-    found = read("state")
+    if has_real("state"):
+        return "\n\n".join(["On real questions:", state_of(real("state")), WORLD, state_of(read("state"))])
+    return state_of(read("state"))
+
+
+def state_of(found: dict[str, Any]) -> str:
     rows = {row["representation"]: row for row in found["representations"]}
     names = {
         "persistent history": "flattened into one history",
@@ -146,7 +186,7 @@ def state() -> str:
     e, after = found["equivalence"], {row["calls"]: row for row in found["teacher"]}["call 2 and later"]
     verdict = "equivalent" if e["passed"] else "**not** equivalent"
     return (
-        f"{table}\n\n{found['trajectories']} episodes of `{found['settings']['model']}`, {found['calls']} calls, "
+        f"{table}\n\n{found['trajectories']} episodes of `{policy(found['settings'])}`, {found['calls']} calls, "
         f"{e['decisions']:,} sampled tokens, {e['dtype']}. Packing is {verdict} (error {e['error']:.1e}, tolerance "
         f"{e['tolerance']:.1e}), in 1 / {e['tokens'] / e['rows']:.2f} of the rows. In flattened states the teacher "
         f"changes {100 * (1 - after['top1']):.1f} % of its first choices from call 2 on; before that nothing differs. "
@@ -154,7 +194,56 @@ def state() -> str:
     )
 
 
+def policy(settings: dict[str, Any]) -> str:
+    return policy_name(settings["model"], settings.get("adapter"))
+
+
 def quality() -> str:
+    """Table 1 and the control: on real questions where they were run, then in the world."""
+    if has_real("main"):
+        return "\n\n".join(["On real questions:", quality_on_real_questions(), WORLD, quality_in_the_world()])
+    return quality_in_the_world()
+
+
+SYSTEMS = {  # on real questions, in the order of the table
+    "teacher, mem1": "teacher",
+    "SFT": "SFT: the student",
+    "PPO": "+ PPO",
+    "persistent OPD": "+ PPO + teacher in flattened states",
+    "teacher without reward": "+ teacher in exact states, no reward",
+    "MemOPD, λ 0.02": "+ PPO + teacher in exact states, the paper's λ (MemOPD, λ 0.02)",
+    "MemOPD": "**+ PPO + teacher in exact states (MemOPD)**",
+}
+
+
+def quality_on_real_questions() -> str:
+    """All data sets together; the pages have each."""
+    names = [name for name in ("control", "main") if has_real(name)]
+    found = {(r["system"], r["k"]): r for name in names for r in real(name)["results"]}
+    horizons = sorted({k for _, k in found})
+    columns = [(k, metric) for k in horizons for metric in ("em", "f1")]
+    rows = [
+        [name, *(estimate(found[system, k]["metrics"][m]) if (system, k) in found else "–" for k, m in columns)]
+        for system, name in SYSTEMS.items()
+        if any((system, k) in found for k in horizons)
+    ]
+    made = real("main")
+    tasks = {k: max(r["tasks"] for (_, at), r in found.items() if at == k) for k in horizons}
+    asked = ", ".join(f"{n:,} tasks of {k} questions" for k, n in tasks.items())
+    seeds = max(r["seeds"] for r in found.values())
+    command = f"`python -m paper {' '.join(sorted(names, reverse=True))} --of real`"
+    return "\n\n".join(
+        [
+            markdown_table(["", *(f"Q{k} {m.upper()}" for k, m in columns)], rows),
+            f"Sums over the questions of a task; {', '.join(made.get('data', {}))}; {made['settings']['split']} split, "
+            f"{asked}; {sampled(made['settings']['evaluation'])}; ± standard deviation over {seeds} seeds, or standard "
+            f"error over tasks where there is one run. {trained_with(made['settings'])} {command}, {made['date']}, "
+            f"{made['machines'][0]['device']}.{missing_of(names)}",
+        ]
+    )
+
+
+def quality_in_the_world() -> str:
     """Table 1 and the control, under the memory rule that the models were trained with."""
     found = {(r["system"], r["k"]): r for name in ("control", "main") for r in read(name)["results"]}
     horizons = sorted({k for _, k in found})
@@ -184,6 +273,30 @@ def quality() -> str:
 
 
 def claims() -> str:
+    """The plan's claims on real questions, where they were tested, then the comparisons in the world."""
+    if has_real("main"):
+        return "\n\n".join(filter(None, [*verdicts(by_data=True), WORLD, claims_in_the_world()]))
+    return claims_in_the_world()
+
+
+def verdicts(by_data: bool) -> list[str]:
+    """The orders that the plan asks for, on real questions; those that do not hold come first."""
+    made = [o for name in ("main", "control") if has_real(name) for o in real(name).get("orders", [])]
+    text = []
+    for heading, holds in (("do **not** hold", False), ("hold", True)):
+        rows = [order_row(o) for o in made if o["holds"] == holds and (by_data or not o["data"])]
+        table = markdown_table(ORDER_HEADS, rows) if rows else "None."
+        text += [f"These orders of the plan {heading} on real questions:", table]
+    return [*text, missing_of(("main", "control")).strip()]
+
+
+def missing_of(names: Sequence[str]) -> str:
+    """A sentence on the results that are not there, so that a verdict on a part of the runs is not taken for more."""
+    lost = dict.fromkeys(what for name in names if has_real(name) for what in real(name)["missing"])
+    return f" Results that are missing: {len(lost)}, the first of them {next(iter(lost))}." if lost else ""
+
+
+def claims_in_the_world() -> str:
     """The plan's comparisons, in F1: difference, 95 % over tasks, seeds that agree."""
     lines = {
         (c["a"], c["b"], c["k"]): c
@@ -220,7 +333,15 @@ Pair = tuple[float, float]
 
 
 def orders() -> str:
-    """The orders of the paper that do not hold here, with the numbers of both."""
+    """The claims on real questions, where they were tested; then the orders of the paper that the world lacks."""
+    if has_real("main"):
+        second = "In the embedded world, the second evidence, these orders of the paper do not hold:"
+        return "\n\n".join(filter(None, [*verdicts(by_data=False), second, missing_orders()]))
+    return missing_orders()
+
+
+def missing_orders() -> str:
+    """The orders of the paper that do not hold in the world, with the numbers of both."""
     tables = {name: read(name)["paper"] for name in ("main", "single", "control")}
     ours = {(r["system"], r["k"]): r["metrics"] for name in tables for r in read(name)["results"]}
 
@@ -374,6 +495,15 @@ def command(found: dict[str, Any]) -> str:
 
 def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def real(name: str) -> Any:
+    return json.loads((REAL / f"{name}.json").read_text())
+
+
+def has_real(name: str) -> bool:
+    """Whether there is a result on real questions. One on dev is for choosing settings and is not shown."""
+    return (REAL / f"{name}.json").is_file() and real(name)["settings"].get("split", "test") == "test"
 
 
 def estimate(values: dict[str, Any]) -> str:

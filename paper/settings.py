@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Collection
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -103,6 +103,8 @@ class Shown:
     systems: tuple[str, ...] = ()  # the rows of the table: arms, or student-RULE and teacher-RULE before training
     compare: tuple[tuple[str, str], ...] = ()  # pairs (better, worse)
     claims: tuple[tuple[str, str], ...] = ()  # those of the pairs whose order the plan claims, in F1, on every horizon
+    grows: tuple[tuple[str, str], ...] = ()  # the plan claims that this advantage grows with the horizon
+    shorter: tuple[tuple[str, str], ...] = ()  # the plan claims that the first one's peak is lower on the longest tasks
     paper: Paper = field(default_factory=Paper)
     differs: str = ""  # the reasons why our numbers differ
 
@@ -153,7 +155,7 @@ def load(kind: type[T], path: Path) -> T:
 
 def check_systems(shown: Shown, suite: Suite, source: str) -> None:
     """Raise an error if an experiment shows a system that its suite does not have."""
-    for system in (*shown.systems, *(s for pair in (*shown.compare, *shown.claims) for s in pair)):
+    for system in (*shown.systems, *(s for pairs in _pairs(shown).values() for pair in pairs for s in pair)):
         if system not in suite.arms and system.partition("-")[0] not in FIXED:
             known = ", ".join([*suite.arms, *(f"{who}-RULE" for who in FIXED)])
             raise ValueError(f"{source}: unknown system {system!r}: choose from {known}")
@@ -175,7 +177,12 @@ def without(shown: Shown, arms: Collection[str]) -> Shown:
         return tuple(pair for pair in pairs if not set(pair) & set(arms))
 
     systems = tuple(system for system in shown.systems if system not in arms)
-    return replace(shown, systems=systems, compare=kept(shown.compare), claims=kept(shown.claims))
+    pairs: Any = {name: kept(of_name) for name, of_name in _pairs(shown).items()}
+    return replace(shown, systems=systems, **pairs)
+
+
+def _pairs(shown: Shown) -> dict[str, tuple[tuple[str, str], ...]]:
+    return {name: getattr(shown, name) for name in ("compare", "claims", "grows", "shorter")}
 
 
 def _line(error: ValidationError) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ class Work:
 
     def result_of(self, system: str, seed: int, k: int, data: str = "") -> Path:
         how = "-".join(filter(None, (self.split, self.convention)))
-        what = "-".join(filter(None, (system.replace(":", "-"), str(seed), data, f"q{k}")))
+        what = "-".join(filter(None, (re.sub("[:/]", "-", system), str(seed), data, f"q{k}")))
         return self.folder / "evaluations" / how / f"{what}.json"
 
     def tasks_of(self, data: str, k: int) -> str:

@@ -22,11 +22,13 @@ from paper.comparisons import (
     compared,
     comparison_caption,
     comparison_table,
+    grows,
     growth,
     growth_table,
     mean_of,
     orders,
     orders_tables,
+    shorter,
 )
 from paper.evaluation import Part, changed_inputs, measured_with
 from paper.page import Findings, provenance, recorded, rewrite, write_page
@@ -39,6 +41,8 @@ LABELS = {
     "memopd": "MemOPD",
     "memopd-0.02": "MemOPD, λ 0.02",
     "teacher-only": "teacher without reward",
+    "grpo": "GRPO",
+    "memopd-grpo": "MemOPD with GRPO",
     "student-mem1": "SFT",
 }
 COLUMNS: tuple[Column, ...] = (EM, F1, PEAK)  # the paper's, but for time
@@ -101,10 +105,22 @@ def numbers_of(found: Collected, shown: Shown, work: Work) -> dict[str, Any]:
         numbers["growth"] = growth(comparisons)
     if found.data:
         numbers["data"] = {data: numbers_of(part, shown, work) for data, part in found.data.items()}
-    if shown.claims:
-        of_data = [line | {"data": d} for d, part in numbers.get("data", {}).items() for line in part["comparisons"]]
-        numbers["orders"] = orders([*comparisons, *of_data], [(label(a), label(b)) for a, b in shown.claims])
+    if shown.claims or shown.grows or shown.shorter:
+        numbers["orders"] = verdicts(numbers, shown)
     return numbers
+
+
+def verdicts(numbers: dict[str, Any], shown: Shown) -> list[dict[str, Any]]:
+    """The claims of the plan, over all tasks and for each data set. Those that fail come first."""
+    claimed, growing, short = (
+        [(label(a), label(b)) for a, b in pairs] for pairs in (shown.claims, shown.grows, shown.shorter)
+    )
+    lines, grown = list(numbers["comparisons"]), list(numbers.get("growth", []))
+    for data, part in numbers.get("data", {}).items():
+        lines += [line | {"data": data} for line in part["comparisons"]]
+        grown += [line | {"data": data} for line in part.get("growth", [])]
+    made = orders(lines, claimed) + grows(grown, growing, shown.horizons) + shorter(lines, short, max(shown.horizons))
+    return sorted(made, key=lambda order: order["holds"])
 
 
 def body_of(
@@ -162,6 +178,7 @@ def settings_of(work: Work) -> dict[str, Any]:
 def label(system: str) -> str:
     """The name of a system in tables: `teacher-mem1` is `teacher, mem1`."""
     who, _, rule = system.partition("-")
+    rule = rule.partition(":")[0] if "/" in rule else rule  # amem:FOLDER
     return LABELS.get(system) or (f"{ {'student': 'SFT'}.get(who, who) }, {rule}" if who in FIXED else system)
 
 

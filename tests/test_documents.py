@@ -320,7 +320,8 @@ SCRIPTS = [
     ROOT / "paper" / "real" / "prepare.sh",
     *SETTINGS,
 ]
-PLACES = [*(p for p in WRITTEN if p.name != "CHANGELOG.md"), *(ROOT / "models").rglob("*.md"), *SCRIPTS]
+CARDS = [p for folder in ("models", "paper/real/adapters") for p in sorted((ROOT / folder).rglob("*.md"))]
+PLACES = [*(p for p in WRITTEN if p.name != "CHANGELOG.md"), *CARDS, *SCRIPTS]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=named)

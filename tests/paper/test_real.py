@@ -21,12 +21,12 @@ from memopd.tasks.files import read_tasks, write_tasks
 from memopd.train.log import read_metrics
 from memopd.train.train import train
 from paper.__main__ import app
-from paper.comparisons import growth, orders
+from paper.comparisons import grows, growth, order_row, orders, shorter
 from paper.evaluation import Part, evaluate, fingerprint, is_made, measured_with, read_plan
 from paper.jobs import Made
 from paper.settings import Recorded, Shown, Suite, check_systems, load
 from paper.suite import Work, make
-from paper.trained import rewritten, show
+from paper.trained import label, rewritten, show
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "paper" / "real"
@@ -100,10 +100,10 @@ def test_every_shipped_file_loads():
     suite, probes = (load(Suite, REAL / f"{name}.toml") for name in ("suite", "probes"))
     assert list(suite.arms)[:5] == ["ppo", "memopd", "memopd-0.02", "persistent", "teacher-only"]
     assert suite.seeds == (0, 1, 2)
-    for name in ("main", "control", "single", "long", "probe"):
+    for name in ("main", "control", "single", "long", "probe", "groups", "memories"):
         shown = load(Shown, REAL / f"{name}.toml")
         check_systems(shown, probes if name == "probe" else suite, name)
-        assert set(shown.claims) <= set(shown.compare)
+        assert {*shown.claims, *shown.grows, *shown.shorter} <= set(shown.compare)
         assert {s for pair in shown.compare for s in pair} <= set(shown.systems)
         assert all(len(row) == len(shown.paper.columns) for row in shown.paper.rows)
     for name in ("state", "rules", "corruption", "domain", "packing"):
@@ -358,6 +358,89 @@ def test_an_order_needs_every_seed_and_the_interval(differences, low, holds):
     made = orders([line(2, differences, low)], [("MemOPD", "PPO")])
     assert [o["holds"] for o in made] == [holds]
     assert orders([line(2, differences, low)], [("PPO", "MemOPD")]) == []
+
+
+@pytest.mark.parametrize(("longest", "holds"), [([3.2, 6.4], True), ([3.2, 3.0], False), ([1.6, 3.2], False)])
+def test_an_advantage_grows_in_every_seed_or_not(longest, holds):
+    """Per question 0.1 and 0.2 at Q2; at Q16 0.2 and 0.4, then 0.2 and 0.19, then the same as at Q2."""
+    made = growth([line(2, [0.2, 0.4]), line(8, [9.0, 9.0]), line(16, longest)])
+    (verdict,) = grows(made, [("MemOPD", "PPO")], (2, 8, 16))
+    assert verdict["holds"] == holds
+    assert order_row(verdict)[1:3] == ["all", "Q2, Q16"]
+    assert grows(made, [("PPO", "MemOPD")], (2, 8, 16)) == []
+    assert grows(growth([line(2, [0.2, 0.4]), line(8, [9.0, 9.0])]), [("MemOPD", "PPO")], (2, 8, 16)) == []  # no Q16
+
+
+@pytest.mark.parametrize(
+    ("differences", "high", "holds"),
+    [([-100.0, -50.0], -1.0, True), ([-100.0, -50.0], 1.0, False), ([-100.0, 10.0], -1.0, False)],
+)
+def test_a_shorter_context_needs_every_seed_and_the_interval(differences, high, holds):
+    peak = line(16, differences) | {"metric": "peak", "over_tasks": {"low": -200.0, "high": high}}
+    (verdict,) = shorter([peak, peak | {"k": 8}, peak | {"metric": "f1"}], [("MemOPD", "PPO")], 16)
+    assert verdict["holds"] == holds
+    mean = sum(differences) / 2
+    assert order_row(verdict) == [
+        "MemOPD below PPO in peak ×10²", "all", "Q16", f"{mean / 100:+.2f}", f"-2.00 to {high / 100:+.2f}",
+        f"{sum(d < 0 for d in differences)} of 2",
+    ]  # fmt: skip
+
+
+def test_claims_on_growth_and_contexts_are_judged_on_the_page(measured, tmp_path):
+    """Per question, MemOPD leads by 0.0625 at Q2 and by 0.375 and 0.375 at Q8; its peaks are 100 tokens lower."""
+    claimed = replace(SHOWN, grows=SHOWN.claims, shorter=SHOWN.claims)
+    show("main", claimed, measured, {}, tmp_path)
+    made, text = page(tmp_path)
+    of_all = {o["kind"]: o for o in made["orders"] if not o["data"] and o["kind"] != "f1"}
+    assert of_all["growth"]["holds"]
+    assert of_all["peak"]["holds"]
+    failing, _, holding = text.partition("## Orders that hold")
+    assert "| MemOPD's advantage over PPO per question grows: +0.062, +0.375 | all | Q2, Q8 | +0.312 |" in holding
+    assert "| MemOPD below PPO in peak ×10² | all | Q8 | -1.00 | -1.00 to -1.00 | 2 of 2 |" in holding
+    assert "below PPO in peak" not in failing
+    show("main", replace(claimed, grows=(), shorter=(("ppo", "memopd"),), compare=(("ppo", "memopd"),)), measured, {},
+         tmp_path)  # fmt: skip
+    assert (
+        "| PPO below MemOPD in peak ×10² | all | Q8 | +1.00 |" in page(tmp_path)[1].partition("## Orders that hold")[0]
+    )
+    rewritten("main", claimed, tmp_path)
+    assert "| PPO below MemOPD in peak ×10² |" in page(tmp_path)[1]  # a page is a function of its JSON
+
+
+def test_extras_are_not_run_unless_they_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    asked = []
+    monkeypatch.setattr("paper.suite.make", lambda parts, *_: asked.append(parts) or Made())
+
+    def jobs(*words):
+        CliRunner().invoke(app, [*words, "--of", "real", "--work", str(tmp_path), "--only", "any"])
+        return asked.pop().job_names()
+
+    extras = ("grpo", "long", "full_response", "amem", "-3", "-4")
+    assert not [name for name in jobs("main", "control", "single") if any(extra in name for extra in extras)]
+    groups = jobs("control", "--config", "paper/real/groups.toml")
+    assert [f"train:{arm}-{seed}" for seed in (0, 1, 2) for arm in ("grpo", "memopd-grpo")] == [
+        name for name in groups if name.startswith("train:") and "grpo" in name
+    ]
+    five = jobs("main", "control", "--seeds", "0,1,2,3,4")
+    assert {"train:memopd-3", "train:ppo-4", "evaluate:student-4", "evaluate:memopd-0:mem1"} <= set(five)
+    assert "evaluate:memopd-3:mem1" not in five
+    CliRunner().invoke(
+        app, ["main", "--of", "real", "--config", "paper/real/memories.toml", "--work", str(tmp_path), "--only", "any"]
+    )
+    work = asked.pop()
+    assert not work.arms
+    files = {Path(part.output).relative_to(tmp_path / "evaluations") for _, plan in work.plans() for part in plan.parts}
+    assert {file.parent.name for file in files} == {"test"}  # no rule makes folders of its own
+    notes = "student-amem-runs-real-models-all-MiniLM-L6-v2-0-nq-q16.json"
+    assert notes in {file.name for file in files}
+    rules = {part.memory for _, plan in work.plans() for part in plan.parts}
+    assert rules == {"mem1", "full_response", "truncate", "amem:runs/real/models/all-MiniLM-L6-v2"}
+    assert label("student-amem:runs/real/models/all-MiniLM-L6-v2") == "SFT, amem"
+    configs = [asked_of.config_of(arm, 3) for asked_of in [Work(load(Suite, REAL / "suite.toml"), tmp_path, ())]
+               for arm in ("ppo", "grpo", "memopd", "memopd-grpo")]  # fmt: skip
+    assert [c.optimise.algorithm for c in configs] == ["ppo", "grpo", "ppo", "grpo"]
+    assert [c.teacher.state for c in configs] == ["none", "none", "aligned", "aligned"]
 
 
 MAIN = """
