@@ -136,7 +136,8 @@ def evaluate(plan: Plan) -> None:
     todo = [part for part in plan.parts if not is_made(plan, part)]
     model = load_sampler(plan.model, Precision(s.dtype), plan.adapter or None)
     tokenizer, index = load_tokenizer(plan.model), open_index(s.index)
-    engine = LocalEngine(model, tokenizer, slots=s.batch, max_length=s.max_context + s.max_tokens)
+    length = s.max_context + s.max_tokens
+    engine = LocalEngine(model, tokenizer, slots=s.batch, max_length=length, fused=True)
     where, passages, weights = machine(), identity(s.index), plan.weights()
     policy = {"model": identity(plan.model)} | ({"adapter": identity(plan.adapter)} if plan.adapter else {})
     try:
