@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.blocks import actor, drift, fast, peers, step
 from benchmarks.output import markdown_table
-from benchmarks.shapes import SHAPES
 from memopd.cli.options import policy_name
 from memopd.evaluate.provenance import warn_changed
 from memopd.evaluate.statistics import Estimate
@@ -29,10 +29,9 @@ from paper.comparisons import ORDER_HEADS, order_row
 from paper.trained import sampled, trained_with
 
 ROOT = Path(__file__).parent.parent
-RESULTS, BENCHES = ROOT / "paper" / "world" / "results", ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "paper" / "world" / "results"
 REAL = ROOT / "paper" / "real" / "results"
 WORLD = "In the embedded world, the second evidence:"
-PEERS = BENCHES / "peers-h200.jsonl"
 BLOCK = re.compile(r"(<!-- made by paper/refresh\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -55,9 +54,7 @@ def summary() -> str:
         rows += [[f"The same in the embedded world: {learnt[0]}", learnt[1].replace("**", "")]]
     else:
         rows += [[f"{matters} {learnt[0]}", learnt[1]]]
-    return markdown_table(
-        ["Question", "Measured"], [*rows, fast_against_peers() if PEERS.is_file() else fast_against_rows()]
-    )
+    return markdown_table(["Question", "Measured"], [*rows, fast()])
 
 
 def clipped(state: dict[str, Any]) -> str:
@@ -82,83 +79,6 @@ def learnt_on_real_questions() -> list[tuple[str, str]]:
         how = f"; {few_words(real('control')['settings']['trained_with'])}" if k == 2 else ""
         made.append((f"F1 on {k} questions{how}", "; ".join(best)))
     return made
-
-
-def fast_against_rows() -> list[str]:
-    """Until the peers were measured: against the best arm of `actor` that shares no rows."""
-    lines = map(json.loads, (BENCHES / "actor-h200.jsonl").read_text().splitlines())
-    actors = {
-        r["shape"]: next(a for a in r["arms"] if a["name"] == "packed, cascade") for r in lines if r["batch"] == 1
-    }
-    speed = ", ".join(f"{a['speedup']:.2f}× on {name.upper()}" for name, a in actors.items())
-    memory = ", ".join(f"{a['memory']:.2f}" for a in actors.values())
-    question = "How fast? Forward + backward, Qwen2.5-3B's shape, one H200, against the best arm with a row per call"
-    return [question, f"**{speed}**; memory {memory} of that arm's"]
-
-
-def fast_against_peers() -> list[str]:
-    """Against the fastest arm that is not ours, shape by shape, and against a row per call."""
-    found = [r for r in peer_results() if r["peers_shape"] in SHAPES]
-    cells, split = [], []
-    for r in found:
-        base, ours, rows = (arm_of(r, name) for name in (r["baseline"], "MemOPD", "split rows"))
-        cells.append(f"{base['seconds'] / ours['seconds']:.2f}× on {r['peers_shape'].upper()} ({base['name']})")
-        split.append(f"{rows['seconds'] / ours['seconds']:.2f}×")
-    question = "How fast? Forward + backward, Qwen2.5-3B's shape, one H200, against the fastest of four others"
-    return [question, f"**{', '.join(cells)}**; against a row per call {', '.join(split)}"]
-
-
-def peers() -> str:
-    """Every shape against the fastest arm that is not ours; then all arms."""
-    found = list(peer_results())
-    rows = []
-    for r in found:
-        base, ours = arm_of(r, r["baseline"]), arm_of(r, "MemOPD")
-        rows.append(
-            [r["peers_shape"], base["name"], f"{1e3 * base['seconds']:.0f} ms", f"{1e3 * ours['seconds']:.0f} ms",
-             f"**{base['seconds'] / ours['seconds']:.2f}×**", f"{ours['peak_bytes'] / max(1, base['peak_bytes']):.2f}",
-             f"{1e3 * base['build_seconds']:.0f} / {1e3 * ours['build_seconds']:.0f} ms", f"{ours['error']:.1e}"]
-        )  # fmt: skip
-    columns = ["calls", "fastest other", "its step", "MemOPD", "speed", "memory, of its", "build", "largest error"]
-    left_out = "; ".join(f"{name}: {why}" for name, why in found[0]["not_run"].items())
-    said = f"{machine_of(found[0])}. Not measured: {left_out}."
-    return "\n\n".join([markdown_table(columns, rows), said, *bench_tables("peers")])
-
-
-def step() -> str:
-    first = json.loads(bench_files("step")[0].read_text().splitlines()[0])
-    return "\n\n".join([f"{machine_of(first)}, {first['dtype']}, budget {first['budget']:,}.", *bench_tables("step")])
-
-
-def drift() -> str:
-    lines = [json.loads(line) for line in bench_files("drift")[0].read_text().splitlines()]
-    picture = bench_files("drift")[0].with_suffix(".png")
-    shown = f"![curves and differences](results/{picture.name})"
-    return "\n\n".join([f"{machine_of(lines[0])}, {lines[0]['dtype']}.", *bench_tables("drift"), shown])
-
-
-def bench_files(name: str) -> list[Path]:
-    return sorted(BENCHES.glob(f"{name}-*h200.jsonl"))
-
-
-def bench_tables(name: str) -> list[str]:
-    from benchmarks.output import markdown
-    from benchmarks.tables import load, tables_of
-
-    return [markdown(made) for path in bench_files(name) for made in tables_of(load(path))]
-
-
-def peer_results() -> list[dict[str, Any]]:
-    return [json.loads(line) for path in bench_files("peers") for line in path.read_text().splitlines()]
-
-
-def arm_of(result: dict[str, Any], name: str) -> dict[str, Any]:
-    arm: dict[str, Any] = next(a for a in result["arms"] if a["name"] == name)
-    return arm
-
-
-def machine_of(line: dict[str, Any]) -> str:
-    return f"{line['device']}, torch {line['torch']}, transformers {line['transformers']}"
 
 
 def state() -> str:
@@ -438,33 +358,6 @@ def lists() -> str:
     return markdown_table(["whose notes", "with digits, %", "answers", *writers], rows)
 
 
-def actor() -> str:
-    """Speed of one update's forward and backward passes."""
-    rows = []
-    for line in (BENCHES / "actor-h200.jsonl").read_text().splitlines():
-        result = json.loads(line)
-        if result["batch"] != 1:
-            continue
-        name, arms = result["shape"], {a["name"]: a for a in result["arms"]}
-        alone, packed = arms["independent, varlen flash"], arms["packed, cascade"]
-        others = [arms[f"packed, {kernel}"]["speedup"] for kernel in ("dense mask", "flex")]
-        rows.append(
-            [f"{name.upper()}: {SHAPES[name].calls} × {SHAPES[name].trajectories}", f"{1e3 * alone['seconds']:.0f} ms",
-             *(f"{speed:.2f}×" for speed in others), f"**{packed['speedup']:.2f}×**", f"{packed['limit']:.2f}×",
-             f"{packed['memory']:.2f}"]
-        )  # fmt: skip
-    columns = [
-        "calls × trajectories",
-        "calls alone",
-        "packed, dense mask",
-        "packed, flex",
-        "packed, cascade",
-        "rows allow",
-        "memory, of the calls alone",
-    ]
-    return markdown_table(columns, rows)
-
-
 def learning() -> str:
     """Twenty updates on a CPU."""
     found = read("learning")
@@ -513,12 +406,11 @@ def estimate(values: dict[str, Any]) -> str:
 def refreshed(text: str) -> str:
     def made(block: re.Match[str]) -> str:
         opening, name, end = block.groups()
-        return f"{opening}{end}" if name in UNMEASURED else f"{opening}\n{BLOCKS[name]()}\n\n{end}"
+        return f"{opening}\n{BLOCKS[name]()}\n\n{end}"
 
     return BLOCK.sub(made, text)
 
 
-UNMEASURED = {f.__name__ for f in (peers, step, drift) if not bench_files(f.__name__)}  # their blocks are empty
 BLOCKS = {
     f.__name__: f
     for f in (
@@ -536,7 +428,6 @@ BLOCKS = {
         step,
         drift,
     )
-    if f.__name__ not in UNMEASURED
 }
 DOCUMENTS = [
     p
