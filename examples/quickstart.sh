@@ -12,7 +12,7 @@ begun=$(date +%s)
 
 say() { printf '\n%s  [%s s]\n' "$1" $(($(date +%s) - begun)); }
 do_() { printf '$ %s\n' "$*" && "$@"; }
-evaluate() { # name, model: two questions a task, the same tasks and random numbers for everyone
+evaluate() { # name, model: two questions per task, the same tasks and random numbers for everyone
     do_ memopd evaluate "$world/tasks/dev-q2.parquet" --limit 128 --model "$2" --index "$world/index" \
         --max-tokens 96 --max-context 1024 --name "$1" -o "$run/evaluation/$1.json"
 }

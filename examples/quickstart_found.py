@@ -33,7 +33,7 @@ print(
     f"{len(steps)} updates of {steps[-1]['episodes']:.0f} episodes: {100 * saved:.0f} % of the rows saved by sharing; "
     f"sampler and trainer agree to {gap:.0e} in log p"
 )
-print(f"  divergence from the teacher, in the states of the calls: {divergence:.3f} a token")
+print(f"  divergence from the teacher, in the states of the calls: {divergence:.3f} per token")
 
 before, after = (json.loads((run / "evaluation" / f"{name}.json").read_text()) for name in ("before", "after"))
 a, b = ([Measures(**m) for m in which["tasks"][0][0]] for which in (after, before))
@@ -46,6 +46,6 @@ for metric in ("em", "f1"):
         f"  {metric.upper()}  {was:.3f} → {now:.3f} of 2: {found.difference:+.3f}, 95 % interval "
         f"{found.low:+.3f} to {found.high:+.3f}: {verdict}"
     )
-print(f"What longer training does is in README.md. The model: {run / 'model'}")
+print(f"README.md and paper/README.md show what longer training does. The model: {run / 'model'}")
 print("To go on by hand: . .venv/bin/activate, and `memopd --help`")
 print(f"Curves, tables, and episodes token by token: {(run / 'report.html').resolve().as_uri()}")

@@ -33,7 +33,14 @@ REAL = [ROOT / "paper" / "real" / f"{name}.toml" for name in ("training", "sft-s
 
 
 def test_there_are_shipped_ones():
-    named = {"quickstart.toml", "world.toml", "world-gpu.toml", "paper-3b.toml", "qwen-0.5b-lora.toml"}
+    named = {
+        "quickstart.toml",
+        "world.toml",
+        "world-gpu.toml",
+        "paper-3b.toml",
+        "qwen-0.5b-lora.toml",
+        "your-questions.toml",
+    }
     assert {p.name for p in SHIPPED} == named
 
 
