@@ -8,6 +8,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, logging
+from typer.testing import CliRunner
 
 from memopd.world.demonstrations import write_world
 from memopd.world.encyclopedia import Difficulty
@@ -101,3 +102,12 @@ def result(system: str, seed: int, k: int, scores: list[tuple[float, float]], se
 def write_result(path: Path, *arguments) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result(*arguments)))
+
+
+def command(app, *words) -> str:
+    """Run a command of `app` in this process. Its errors are raised."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output

@@ -8,22 +8,13 @@ import pytest
 import torch
 from random_adapter import write_random
 from safetensors.torch import load_file
-from small import folder
-from typer.testing import CliRunner
+from small import command, folder
 
 from memopd.files import check_digests
 from memopd.models.adapters import check_adapter
 from paper import bring
 from paper.bring import app
 from paper.evaluation import fingerprint
-
-
-def command(*words):
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 @pytest.fixture
@@ -48,8 +39,8 @@ def files(root):
 
 def test_there_and_back(work, tmp_path):
     here = tmp_path / "here"
-    assert "3 runs, 1 evaluations" in command("pack", work, tmp_path / "out")
-    command("unpack", tmp_path / "out", here)
+    assert "3 runs, 1 evaluations" in command(app, "pack", work, tmp_path / "out")
+    command(app, "unpack", tmp_path / "out", here)
     assert files(here) == {name for name in files(work) if "checkpoints" not in name and "unfinished" not in name}
     for name in ("sft-student", "q2/ppo-0"):
         adapter, before = here / name / "adapter", work / name / "adapter"
@@ -67,7 +58,7 @@ def test_there_and_back(work, tmp_path):
 
 
 def test_equal_files_are_stored_once(work, tmp_path):
-    command("pack", work, tmp_path / "out")
+    command(app, "pack", work, tmp_path / "out")
     joined = tmp_path / "all.tar.xz"
     joined.write_bytes(b"".join(part.read_bytes() for part in sorted((tmp_path / "out").iterdir())))
     with tarfile.open(joined) as tar:
@@ -78,12 +69,12 @@ def test_equal_files_are_stored_once(work, tmp_path):
 
 def test_a_run_that_is_finished_here_stays_and_another_is_replaced(work, tmp_path):
     here = tmp_path / "here"
-    command("pack", work, tmp_path / "out", "--only", "ppo-0,memopd-0")
+    command(app, "pack", work, tmp_path / "out", "--only", "ppo-0,memopd-0")
     shutil.copytree(work / "q2" / "ppo-0", here / "q2" / "ppo-0")
     (here / "q2" / "memopd-0").mkdir()
     (here / "q2" / "memopd-0" / "metrics.jsonl").write_text("older")
     before = (here / "q2" / "ppo-0" / "adapter" / "adapter_model.safetensors").read_bytes()
-    command("unpack", tmp_path / "out", here)
+    command(app, "unpack", tmp_path / "out", here)
     assert (here / "q2" / "ppo-0" / "adapter" / "adapter_model.safetensors").read_bytes() == before
     assert json.loads((here / "q2" / "memopd-0" / "metrics.jsonl").read_text()) == {"step": 0}
     assert not (here / "evaluations").exists()
@@ -93,30 +84,30 @@ def test_a_run_that_is_finished_here_stays_and_another_is_replaced(work, tmp_pat
 def test_parts_are_small_and_few(work, tmp_path, monkeypatch):
     monkeypatch.setattr(bring, "SIZE", 20_000)
     monkeypatch.setattr(bring, "PARTS", 100)
-    command("pack", work, tmp_path / "out")
+    command(app, "pack", work, tmp_path / "out")
     parts = sorted((tmp_path / "out").iterdir())
     assert len(parts) > 1
     assert all(part.stat().st_size <= 20_000 for part in parts)
-    command("pack", work, tmp_path / "out", "--evaluations")
+    command(app, "pack", work, tmp_path / "out", "--evaluations")
     assert [part.name for part in (tmp_path / "out").iterdir()] == ["runs.tar.xz.0"]  # the older parts are gone
     monkeypatch.setattr(bring, "PARTS", 1)
     with pytest.raises(ValueError, match=r"pack in several steps .* the runs are memopd-0, ppo-0, sft-student"):
-        command("pack", work, tmp_path / "out")
+        command(app, "pack", work, tmp_path / "out")
 
 
 def test_mistakes_are_named(work, tmp_path):
     with pytest.raises(
         ValueError, match="has no finished run 'unfinished-0': choose from memopd-0, ppo-0, sft-student"
     ):
-        command("pack", work, tmp_path / "out", "--only", "unfinished-0")
+        command(app, "pack", work, tmp_path / "out", "--only", "unfinished-0")
     with pytest.raises(ValueError, match="has no finished run and no evaluation to pack"):
-        command("pack", tmp_path / "empty", tmp_path / "out")
+        command(app, "pack", tmp_path / "empty", tmp_path / "out")
     with pytest.raises(ValueError, match=r"has no runs\.tar\.xz\.0"):
-        command("unpack", tmp_path / "empty", tmp_path / "here")
+        command(app, "unpack", tmp_path / "empty", tmp_path / "here")
     weights = work / "q2" / "ppo-0" / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     with pytest.raises(ValueError, match=r"ppo-0/adapter: its weights are damaged"):
-        command("pack", work, tmp_path / "out")
+        command(app, "pack", work, tmp_path / "out")
 
 
 def test_nothing_is_written_outside(tmp_path):
@@ -125,5 +116,5 @@ def test_nothing_is_written_outside(tmp_path):
     with tarfile.open(tmp_path / "out" / "runs.tar.xz.0", "w:xz") as tar:
         tar.add(tmp_path / "x", "../outside")
     with pytest.raises(ValueError, match="would be written outside"):
-        command("unpack", tmp_path / "out", tmp_path / "here")
+        command(app, "unpack", tmp_path / "out", tmp_path / "here")
     assert not (tmp_path / "outside").exists()

@@ -10,8 +10,7 @@ import torch
 from peft import PeftModel
 from random_adapter import randomise
 from safetensors.torch import load_file, save_file
-from small import result
-from typer.testing import CliRunner
+from small import command, result
 
 from memopd.config import RunConfig
 from memopd.files import check_digests, write_digests
@@ -26,14 +25,6 @@ from paper.ship import Name, app, card
 ROOT = Path(__file__).parents[2]
 BASES = {name: str(ROOT / "models" / ("teacher" if name == Name.teacher else "student")) for name in Name}
 SHIPPED = sorted((ROOT / "paper" / "real" / "adapters").glob("*/run.json"))
-
-
-def command(*words):
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def write_run(work: Path, name: Name) -> Path:
@@ -91,7 +82,7 @@ def shipped(work, tmp_path):
     """Ship from `work`; the folder and what was said."""
 
     def make(*words):
-        said = command("--work", work, "-o", tmp_path / "out", "--suite", ROOT / ship.SUITE, *words)
+        said = command(app, "--work", work, "-o", tmp_path / "out", "--suite", ROOT / ship.SUITE, *words)
         return tmp_path / "out", said
 
     return make
