@@ -1,4 +1,4 @@
-"""Moves runs between machines in a few small files, for a GPU machine that is lent for minutes.
+"""Moves runs between machines in a few small files, for a GPU machine that you have for minutes.
 
     python -m paper.bring pack runs/real OUT      what was made there
     python -m paper.bring unpack OUT runs/real    goes on here, or on the next machine

@@ -1,6 +1,6 @@
 """Runs commands in their own processes, several at once. A failed one is retried once; the others continue.
 
-On a machine that is lent for a few minutes, give the time at which all processes must have ended. What they have
+On a machine that you have for a few minutes, give the time at which all processes must have ended. What they have
 written until then must be enough for the next command to go on.
 """
 
