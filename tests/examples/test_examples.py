@@ -26,7 +26,7 @@ from memopd.engine.local import LocalEngine
 from memopd.gateway.server import create_app
 from memopd.record import import_calls, read_episodes, write_episodes
 from memopd.retrieval import open_index
-from memopd.tasks.files import read_split, read_tasks, write_tasks
+from memopd.tasks.files import read_tasks, write_tasks
 from memopd.tasks.grading import grade, reward_of
 from memopd.train.traces import read_traces
 from memopd.world.demonstrations import write_world
@@ -229,17 +229,6 @@ def test_an_agent_of_the_gateway_is_recorded(world, tmp_path, monkeypatch, capsy
     episodes = list(read_episodes(tmp_path / "store"))
     assert len({e.task_id for e in episodes}) == 1
     assert len(episodes) == 4
-
-
-def test_questions_are_divided_into_four_parts(tmp_path, monkeypatch, capsys):
-    questions = tmp_path / "questions.jsonl"
-    rows = ({"id": f"q{i}", "question": "who?", "golden_answers": ["a"]} for i in range(19))
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("split_questions.py", questions, tmp_path / "split.json", monkeypatch=monkeypatch)
-    parts = {name: read_split(tmp_path / "split.json", name) for name in ("sft", "rl", "dev", "test")}
-    assert [len(part) for part in parts.values()] == [8, 4, 2, 5]
-    assert frozenset.union(*parts.values()) == {f"q{i}" for i in range(19)}
-    assert "8 questions for sft" in capsys.readouterr().out
 
 
 # ---- the guides

@@ -1,4 +1,4 @@
-"""`memopd tasks build` and `memopd tasks show`."""
+"""`memopd tasks build`, `memopd tasks split` and `memopd tasks show`."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from memopd.cli.tasks import app
-from memopd.tasks.files import read_tasks
+from memopd.tasks.files import read_split, read_tasks
 
 
 def questions(path: Path, count: int, first: int = 0) -> str:
@@ -99,3 +99,65 @@ def test_show(tmp_path, name):
     assert "nq-q1-nq-0" in done.output
     assert "who is 0  ->  number 0" in done.output
     assert "who is 1" not in done.output
+
+
+def split_of(path: Path) -> dict[str, frozenset[str]]:
+    return {part: read_split(path, part) for part in ("sft", "rl", "dev", "test")}
+
+
+def test_split_divides_every_data_set(tmp_path):
+    nq, hotpotqa = questions(tmp_path / "nq.jsonl", 19), questions(tmp_path / "hotpotqa.jsonl", 16)
+    done = memopd_tasks("split", nq, hotpotqa, "-o", tmp_path / "split.json")
+    assert done.exit_code == 0, done.output
+    counts = "17 questions for sft, 9 questions for rl, 4 questions for dev, 5 questions for test"
+    assert f"split.json: {counts}" in done.output
+    parts = split_of(tmp_path / "split.json")
+    assert sorted(id for part in parts.values() for id in part) == sorted(
+        [f"nq-{i}" for i in range(19)] + [f"hotpotqa-{i}" for i in range(16)]
+    )
+    assert {id.partition("-")[0] for id in parts["test"]} == {"nq", "hotpotqa"}
+    built = memopd_tasks("build", nq, "--split", tmp_path / "split.json", "--part", "dev", "-o", tmp_path / "d.parquet")
+    assert built.exit_code == 0, built.output
+    assert {q.id for t in read_tasks(tmp_path / "d.parquet") for q in t.questions} <= parts["dev"]
+
+
+def test_a_split_depends_on_its_seed_alone(tmp_path):
+    nq = questions(tmp_path / "nq.jsonl", 40)
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert memopd_tasks("split", nq, "--seed", seed, "-o", tmp_path / name).exit_code == 0
+    a, b, c = (split_of(tmp_path / name) for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_equal_questions_are_in_one_part(tmp_path):
+    rows = [{"id": f"q{i}", "question": f"Who  is {i % 10}", "golden_answers": ["x"]} for i in range(20)]
+    rows += [{"id": f"r{i}", "question": f"who is {i}", "golden_answers": ["x"]} for i in range(10)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert memopd_tasks("split", tmp_path / "q.jsonl", "-o", tmp_path / "split.json").exit_code == 0
+    for part in split_of(tmp_path / "split.json").values():
+        assert {id[1:] for id in part if id[0] == "r"} == {str(int(id[1:]) % 10) for id in part}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--parts", "sft=4,rl"], "--parts takes names with whole numbers above 0"),
+        (["--parts", "sft=0,rl=1"], "--parts takes names with whole numbers above 0"),
+        (["--parts", "rl=1,rl=2"], "--parts names a part twice"),
+        (["--parts", "a=1,b=1,c=1,d=1"], "nq: has 3 different questions, too few for 4 parts"),
+    ],
+)
+def test_splits_that_cannot_be_made(tmp_path, options, why):
+    done = memopd_tasks("split", questions(tmp_path / "nq.jsonl", 3), *options, "-o", tmp_path / "split.json")
+    assert why in str(done.exception)
+    assert not (tmp_path / "split.json").exists()
+
+
+def test_a_split_is_never_overwritten_and_needs_ids_of_its_own(tmp_path):
+    nq = questions(tmp_path / "nq.jsonl", 9)
+    (tmp_path / "split.json").write_text("kept")
+    assert "already exists" in str(memopd_tasks("split", nq, "-o", tmp_path / "split.json").exception)
+    assert (tmp_path / "split.json").read_text() == "kept"
+    twice = memopd_tasks("split", nq, nq, "--source", "a", "--source", "b", "-o", tmp_path / "other.json")
+    assert "2 questions have the id 'nq-0'" in str(twice.exception)

@@ -1,15 +1,19 @@
-"""`memopd tasks`: group questions into tasks of k, and print what a file of tasks contains."""
+"""`memopd tasks`: divide questions into parts, group them into tasks of k, and print what a file of tasks contains."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memopd.cli.options import out
+
+if TYPE_CHECKING:
+    from memopd.tasks import Question
 
 app = typer.Typer(help="Build files of tasks from questions, or show one.", no_args_is_help=True)
 
@@ -71,6 +75,50 @@ def build(
     write_tasks(output, tasks, user_message)
     counts = ", ".join(f"{count} of {name}" for name, count in Counter(task.source for task in tasks).items())
     print(f"{output}: {len(tasks)} tasks of {k} questions ({counts}); {left_over} questions left over")
+
+
+@app.command()
+def split(
+    questions: Questions,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The JSON file to write; must not exist.")],
+    parts: Annotated[str, typer.Option(help="The parts and their shares.")] = "sft=4,rl=2,dev=1,test=1",
+    source: Sources = None,
+    seed: Annotated[int, typer.Option(help="The seed with which each data set is shuffled.")] = 0,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Divide the questions of each data set into parts that share none, for --split and --part of other commands."""
+    if output.exists():
+        raise ValueError(f"{output}: already exists, and other files may depend on it; choose another name")
+    from memopd.files import whole
+    from memopd.tasks.files import divide, read_sets
+
+    shares = _shares(parts)
+    sets: dict[str, list[Question]] = {}
+    for name, asked in read_sets(questions, source, skip_bad):
+        sets.setdefault(name, []).extend(asked)
+    ids = Counter(question.id for asked in sets.values() for question in asked)
+    if ids and (most := ids.most_common(1)[0])[1] > 1:
+        raise ValueError(f"{most[1]} questions have the id {most[0]!r}: give each its own, so that a split can name it")
+    divided = {name: divide(asked, shares, seed, name) for name, asked in sets.items()}
+    with whole(output) as partial:
+        partial.write_text(json.dumps(divided, indent=1) + "\n")
+    counts = {part: sum(len(of[part]) for of in divided.values()) for part in shares}
+    print(f"{output}: " + ", ".join(f"{count} questions for {part}" for part, count in counts.items()))
+
+
+def _shares(parts: str) -> dict[str, int]:
+    """
+    >>> _shares("sft=4,rl=2")
+    {'sft': 4, 'rl': 2}
+    """
+    pairs = [part.partition("=") for part in parts.split(",")]
+    if not all(name and share.isdecimal() and int(share) for name, _, share in pairs):
+        raise ValueError(
+            f"--parts takes names with whole numbers above 0, such as sft=4,rl=2,dev=1,test=1, got {parts!r}"
+        )
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ValueError(f"--parts names a part twice: {parts!r}")
+    return {name: int(share) for name, _, share in pairs}
 
 
 @app.command()

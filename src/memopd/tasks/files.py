@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,25 @@ def read_split(path: Path, part: str) -> frozenset[str]:
     if part not in part_of.values():
         raise ValueError(f"{path}: has no part {part!r}; its parts are {', '.join(sorted(set(part_of.values())))}")
     return frozenset(id for id, name in part_of.items() if name == part)
+
+
+def divide(questions: Sequence[Question], shares: Mapping[str, int], seed: int, source: str) -> dict[str, list[str]]:
+    """The ids of the questions of one data set, in parts of these shares, at random. Equal questions are in one part.
+
+    >>> asked = [Question(str(i), f"who {i // 2}", ("x",)) for i in range(8)]
+    >>> divide(asked, {"sft": 2, "dev": 1, "test": 1}, 0, "nq")
+    {'sft': ['6', '7', '0', '1'], 'dev': ['2', '3'], 'test': ['4', '5']}
+    """
+    by_text: dict[str, list[str]] = {}
+    for question in questions:
+        by_text.setdefault(" ".join(question.text.lower().split()), []).append(question.id)
+    if len(by_text) < len(shares):
+        raise ValueError(f"{source}: has {len(by_text)} different questions, too few for {len(shares)} parts")
+    texts = list(by_text)
+    random.Random(f"{seed}/{source}").shuffle(texts)
+    ends = [sum(list(shares.values())[: i + 1]) * len(texts) // sum(shares.values()) for i in range(len(shares))]
+    parts = zip(shares, [0, *ends], ends, strict=False)
+    return {part: [id for text in texts[start:end] for id in by_text[text]] for part, start, end in parts}
 
 
 def group(questions: Iterable[Question], k: int, source: str) -> list[Task]:
