@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from test_prompts import PlainTiles, captured
+from test_local_prompts import PlainTiles, captured
 
 from memopd.engine import Request
 from memopd.engine.local import LocalEngine
@@ -18,7 +18,7 @@ from memopd.engine.local.sampler import draw
 from memopd.types import Sampling
 from memopd.verify.families import VOCABULARY, tiny_model
 
-LENGTH = 200  # of a slot, as test_prompts has it
+LENGTH = 200  # of a slot, as test_local_prompts has it
 
 
 class PlainDecoder:
