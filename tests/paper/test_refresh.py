@@ -46,6 +46,16 @@ def write_results(work: Path, output: Path, split: str = "test") -> None:
         show(name, shown, made, {}, output)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The results, made once: their pictures take seconds."""
+    folder = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        write_results(folder / "work", folder / "results")
+    return folder / "results"
+
+
 @pytest.fixture
 def real(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -70,9 +80,9 @@ def test_without_results_on_real_questions_nothing_changes(real, tmp_path):
     assert blocks() == before
 
 
-def test_real_questions_come_first_and_the_world_second(real, tmp_path):
+def test_real_questions_come_first_and_the_world_second(real, written):
     before = blocks()
-    write_results(tmp_path / "work", real)
+    shutil.copytree(written, real, dirs_exist_ok=True)
     after = blocks()
     assert after["state"] == before["state"]  # that was not run
     for name in ("orders", "quality", "claims"):
@@ -97,9 +107,9 @@ def test_real_questions_come_first_and_the_world_second(real, tmp_path):
     assert "PPO would clip 43.2 %" in refresh.summary()
 
 
-def test_claims_that_do_not_hold_come_first(real, tmp_path):
+def test_claims_that_do_not_hold_come_first(real, written):
     """MemOPD is above PPO on Q2 and Q8, not on Q16, and its advantage does not grow; its peak is lower."""
-    write_results(tmp_path / "work", real)
+    shutil.copytree(written, real, dirs_exist_ok=True)
     for name in ("orders", "claims"):
         text = blocks()[name]
         assert text.startswith("These orders of the plan do **not** hold on real questions:")
@@ -113,8 +123,8 @@ def test_claims_that_do_not_hold_come_first(real, tmp_path):
         assert ("| nq |" in text) == (name == "claims")  # README has all data sets together
 
 
-def test_the_summary_marks_the_highest_whoever_it_is(real, tmp_path):
-    write_results(tmp_path / "work", real)
+def test_the_summary_marks_the_highest_whoever_it_is(real, written):
+    shutil.copytree(written, real, dirs_exist_ok=True)
     text = refresh.summary()
     assert "+ teacher in flattened states 0.65; **+ teacher in exact states 1.25** |" in text
     assert "F1 on 16 questions | student 3.25; **+ PPO 7.25**; + teacher in flattened states 4.85;" in text
@@ -122,8 +132,8 @@ def test_the_summary_marks_the_highest_whoever_it_is(real, tmp_path):
     assert text.count("**") == 2 * 4  # three horizons, and speed
 
 
-def test_what_is_missing_is_said(real, tmp_path):
-    write_results(tmp_path / "work", real)
+def test_what_is_missing_is_said(real, written):
+    shutil.copytree(written, real, dirs_exist_ok=True)
     assert "that are missing" not in refresh.orders()
     found = json.loads((real / "main.json").read_text())
     (real / "main.json").write_text(json.dumps(found | {"missing": ["PPO, seed 2, nq, Q16"]}))
