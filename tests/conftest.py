@@ -26,7 +26,10 @@ settings.register_profile("same examples", derandomize=True, deadline=None)
 settings.load_profile("same examples")
 
 # Workers take whole files in this order. If a long one came last, the other workers would wait for it.
-LONGEST = ("train/test_invariants.py", "examples/test_examples.py", "world/", "train/", "examples/", "gateway/")
+LONGEST = (
+    "train/test_invariants.py", "examples/test_examples.py", "world/", "train/", "examples/", "gateway/", "paper/",
+    "verify/", "engine/", "models/",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -278,7 +278,10 @@ def commands(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("command", ["audit", "rollout", "evaluate", "gateway", "train", "sft"])
+SLOW = pytest.param("evaluate", marks=pytest.mark.slow)  # it reads the model as `rollout` does
+
+
+@pytest.mark.parametrize("command", ["audit", "rollout", SLOW, "gateway", "train", "sft"])
 def test_every_command_answers_with_one_line(command, commands, intact, tmp_path, monkeypatch, capfd):
     reads_tokenizer = {} if command in ("audit", "train") else TOKENIZER  # train reads the model first
     for name, (broken, _) in (CONFIG | SHAPE | WEIGHTS | reads_tokenizer).items():
