@@ -382,6 +382,7 @@ def bench_step(
     teacher: Annotated[str | None, typer.Option(help="Another teacher.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Another Parquet file of tasks.")] = None,
     index: Annotated[str | None, typer.Option(help="Another index.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Another number of rows per pack.", min=1)] = None,
     arms: Annotated[str, typer.Option(help="Arms, comma-separated.")] = ",".join(STEP_ARMS),
     updates: Annotated[int, typer.Option(help="Updates per arm, of which the first is not counted.", min=2)] = 4,
     rank: Annotated[int, typer.Option(help="The rank of the adapters.", min=1)] = 16,
@@ -397,7 +398,8 @@ def bench_step(
     from benchmarks.step import run_step
     from memopd.config import load_config
 
-    named = {"model.student": student, "model.teacher": teacher, "tasks.train": tasks, "tasks.index": index}
+    named = {"model.student": student, "model.teacher": teacher, "tasks.train": tasks, "tasks.index": index,
+             "optimise.budget": None if budget is None else str(budget)}  # fmt: skip
     settings = load_config(config, {name: value for name, value in named.items() if value is not None})
     chosen_arms = chosen(arms, "arm", STEP_ARMS)
     results = run_step(settings, chosen_arms, updates, rank, critic, against, rounds, profile)
