@@ -22,6 +22,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Name(StrEnum):
+    choices = "choices"
     main = "main"
     single = "single"
     control = "control"
@@ -100,6 +101,9 @@ def experiment(
     work, output = work or WORK[of], output or Path("paper") / of / "results"
     files = {name: config or Path("paper") / of / f"{name}.toml" for name in names}
     failed = 0
+    if file := files.pop(Name.choices, None):
+        changed = overrides([f"--{c}" for c in change or ()], {})
+        failed += show_choices(file, work, output, changed, concurrent, minutes, collect)
     if trained := {name: file for name, file in files.items() if name in TRAINED}:
         parts, shown = planned(trained, work, split, seeds, arms, overrides([f"--{c}" for c in change or ()], {}))
         if concurrent is not None:
@@ -111,6 +115,28 @@ def experiment(
         if name not in TRAINED:
             failed += not show_recorded(name, file, work, output, collect)
     raise typer.Exit(1 if failed else 0)
+
+
+def show_choices(
+    file: Path, work: Path, output: Path, changed: dict[str, str], concurrent: int | None, minutes: float | None,
+    collect: bool,
+) -> int:  # fmt: skip
+    """Choose settings on dev, and show what was chosen. Return the number of failures."""
+    from paper.choices import choose, show
+    from paper.settings import Choices, check_choices, load
+    from paper.suite import Work
+
+    settings = load(Choices, file)
+    check_choices(settings, str(file))
+    suite = settings if concurrent is None else replace(settings, concurrent=concurrent)
+    parts = Work(suite, work, (), Split.dev, tuple(changed.items()))
+    made = list(choose(settings, parts, deadline(minutes), collect))
+    failed = {name: why for _, jobs in made for name, why in jobs.failed.items()}
+    for path in show(settings, [one for one, _ in made], failed, output):
+        print(path)
+    for one, _ in made:
+        print(f"{one.choice.setting}: {'not chosen yet' if one.value is None else f'{one.value:g}'}")
+    return len(failed)
 
 
 def planned(

@@ -56,14 +56,14 @@ def _draw(found: Collected, curves: Curves, k: int, split: str, output: Path) ->
         axis.set_title(f"Q{k} {metric.upper()} ({split})")
     for axis, name in zip(axes, panels, strict=True):
         for arm, seeds in curves.items():
-            _curve(axis, label(arm), [s[name] for s in seeds.values() if s[name]])
+            draw_curve(axis, label(arm), [s[name] for s in seeds.values() if s[name]])
         axis.set_title(DRAWN[name])
         axis.set_xlabel("update")
         axis.legend(fontsize=8)
     save(figure, output)
 
 
-def _curve(axes: Any, name: str, seeds: list[list[list[float]]]) -> None:
+def draw_curve(axes: Any, name: str, seeds: list[list[list[float]]]) -> None:
     """Mean ± standard deviation over the seeds, at the steps that all have, smoothed over a twentieth of the run."""
     if not seeds:
         return

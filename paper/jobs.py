@@ -1,5 +1,7 @@
 """Runs commands in their own processes, several at once. A failed one is retried once; the others continue.
 
+A job can wait for others: it starts when it is ready, and jobs that never become ready are left out.
+
 On a machine that you have for a few minutes, give the time at which all processes must have ended. What they have
 written until then must be enough for the next command to go on.
 """
@@ -31,6 +33,7 @@ class Job:
     command: Callable[[], Sequence[str]]  # called at every start, because it depends on the files of an earlier try
     finished: Callable[[], bool]
     log: Path  # the output of the process
+    ready: Callable[[], bool] = lambda: True  # whether it can start; an evaluation waits for its training
     progress: Callable[[], str] = lambda: ""  # the progress in one word
 
 
@@ -63,8 +66,10 @@ def run_jobs(jobs: Sequence[Job], concurrent: int, until: float | None = None) -
                 made.unfinished = [r.job.name for r in running] + [job.name for job, _ in waiting]
                 log.info("the time is over; not finished: %s", ", ".join(made.unfinished))
                 break
-            while waiting and len(running) < concurrent:
-                running.append(_start(*waiting.pop(0), min(concurrent, len(waiting) + len(running) + 1)))
+            while len(running) < concurrent and (i := _first_ready(waiting)) is not None:
+                running.append(_start(*waiting.pop(i), min(concurrent, len(waiting) + len(running) + 1)))
+            if not running:  # the jobs that the others wait for failed
+                break
             time.sleep(POLL_SECONDS)
             for one in [r for r in running if r.process.poll() is not None]:
                 running.remove(one)
@@ -85,6 +90,10 @@ def run_jobs(jobs: Sequence[Job], concurrent: int, until: float | None = None) -
     finally:  # also after Ctrl-C or an error: no process is left running
         _end(running)
     return made
+
+
+def _first_ready(waiting: Sequence[tuple[Job, int]]) -> int | None:
+    return next((i for i, (job, _) in enumerate(waiting) if job.ready()), None)
 
 
 def _end(running: Sequence[_Running]) -> None:

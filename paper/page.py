@@ -13,8 +13,9 @@ from memopd.cli.options import plain
 from memopd.evaluate.provenance import provenance as made_by
 from memopd.evaluate.provenance import warn_changed
 from memopd.files import whole
-from paper.settings import Recorded, Shown
+from paper.settings import Choices, Recorded, Shown
 
+Settings = Shown | Recorded | Choices
 PAPER, REASON = "## The paper", "## Why ours differ"
 
 
@@ -35,7 +36,7 @@ def provenance(
     return made_by(settings, inputs or {}, "python -m paper") | {"machines": list(machines)}
 
 
-def write_page(name: str, settings: Shown | Recorded, how: dict[str, Any], found: Findings, output: Path) -> list[Path]:
+def write_page(name: str, settings: Settings, how: dict[str, Any], found: Findings, output: Path) -> list[Path]:
     """Write OUTPUT/NAME.json, .md and .png; `how` is their provenance."""
     numbers, page, picture = paths = [output / f"{name}{suffix}" for suffix in (".json", ".md", ".png")]
     made = how | {"experiment": name} | found.numbers | _words(settings)
@@ -76,9 +77,7 @@ def recorded(name: str, output: Path) -> dict[str, Any]:
     return made
 
 
-def _page(
-    name: str, settings: Shown | Recorded, made: dict[str, Any], body: Sequence[str], passed: bool = True
-) -> list[str]:
+def _page(name: str, settings: Settings, made: dict[str, Any], body: Sequence[str], passed: bool = True) -> list[str]:
     where = "; ".join(", ".join(f"{k} {v}" for k, v in m.items()) for m in made["machines"]) or "not recorded"
     parts = [
         f"# {settings.title}",
@@ -99,13 +98,13 @@ def _code(made: dict[str, Any]) -> str:
     return f"commit {made['commit'][:12]}" + (" with changes" if made["dirty"] else "")
 
 
-def _closing(settings: Shown | Recorded) -> list[str]:
+def _closing(settings: Settings) -> list[str]:
     paper, differs = settings.paper, settings.differs.strip()
     parts = [PAPER, paper.caption, markdown_table(paper.columns, paper.rows)] if paper.rows else []
     return [*parts, REASON, differs] if differs else parts
 
 
-def _words(settings: Shown | Recorded) -> dict[str, Any]:
+def _words(settings: Settings) -> dict[str, Any]:
     return {"paper": asdict(settings.paper), "differs": settings.differs.strip()}
 
 

@@ -94,6 +94,26 @@ class Paper:
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
+class Choice:
+    """A setting whose value is chosen on dev."""
+
+    setting: str  # of `memopd train`, for example optimise.lr
+    arms: tuple[str, ...]  # each with its own value
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class Choices(Suite):
+    """The runs that choose settings on dev, and the order of the choices."""
+
+    title: str = ""
+    horizon: int = 2
+    beside: tuple[str, ...] = ()  # systems before training that are shown for comparison
+    choices: tuple[Choice, ...] = ()
+    paper: Paper = field(default_factory=Paper)
+    differs: str = ""
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class Shown:
     """An experiment that shows results of the suite: main, single, control."""
 
@@ -136,7 +156,7 @@ class Recorded:
     differs: str = ""
 
 
-T = TypeVar("T", Suite, Shown, Recorded)
+T = TypeVar("T", Suite, Choices, Shown, Recorded)
 
 
 def load(kind: type[T], path: Path) -> T:
@@ -159,6 +179,14 @@ def check_systems(shown: Shown, suite: Suite, source: str) -> None:
         if system not in suite.arms and system.partition("-")[0] not in FIXED:
             known = ", ".join([*suite.arms, *(f"{who}-RULE" for who in FIXED)])
             raise ValueError(f"{source}: unknown system {system!r}: choose from {known}")
+
+
+def check_choices(choices: Choices, source: str) -> None:
+    """Raise an error if an arm has no value for the setting that it is to choose."""
+    for choice in choices.choices:
+        for arm in choice.arms:
+            if choice.setting not in choices.arms.get(arm, {}):
+                raise ValueError(f"{source}: arm {arm!r} must have a value for {choice.setting}")
 
 
 def chosen(suite: Suite, arms: tuple[str, ...] | None, seeds: tuple[int, ...] | None) -> Suite:

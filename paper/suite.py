@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memopd.config import RunConfig, from_tables, load_config
-from memopd.files import whole
+from memopd.files import whole, whole_folder
 from memopd.train.log import read_metrics
 from paper.evaluation import Part, Plan, is_made
 from paper.jobs import Job, Made, run_jobs
 from paper.settings import Suite
+
+log = logging.getLogger("memopd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class Work:
             lines = read_metrics(run)
             return f"{lines[-1]['step'] + 1}/{config.optimise.steps}" if lines else ""
 
-        return Job(f"train:{run.name}", command, finished, self.folder / "logs" / f"train-{run.name}.log", progress)
+        log = self.folder / "logs" / f"train-{run.name}.log"
+        return Job(f"train:{run.name}", command, finished, log, progress=progress)
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
@@ -131,9 +136,8 @@ class Work:
         return Plan(model, tuple(made), self.suite.evaluation, adapter)
 
     def evaluation_jobs(self) -> Iterator[Job]:
+        """Each waits for its training. If that does not finish, this is reported when results are collected."""
         for name, plan in self.plans():
-            if not plan.exists and not all(is_made(plan, p) for p in plan.parts):
-                continue  # its training did not finish, which is reported when results are collected
             yield self._evaluation_job(name, plan)
         for convention in self.suite.conventions:
             yield from self.under(convention).evaluation_jobs()
@@ -152,30 +156,43 @@ class Work:
             command,
             lambda: all(is_made(plan, part) for part in plan.parts),
             self.folder / "logs" / f"evaluate-{how}-{name}.log",
+            lambda: plan.exists,
             lambda: f"{sum(Path(part.output).is_file() for part in plan.parts)}/{len(plan.parts)}",
         )
 
-    def job_names(self) -> list[str]:
-        """Every job of the suite, also the evaluations that still wait for their training."""
-        evaluations = [(work, name) for work in (self, *map(self.under, self.suite.conventions))
-                       for name, _ in work.plans()]  # fmt: skip
-        return [job.name for job in self.training_jobs()] + [
-            f"evaluate:{name}" + (f":{work.convention}" if work.convention else "") for work, name in evaluations
-        ]
+    def jobs(self) -> list[Job]:
+        """All of them, one seed after the other, so that an early end leaves complete comparisons."""
+        seeds = [replace(self, suite=replace(self.suite, seeds=(seed,))) for seed in self.suite.seeds]
+        ordered = [job for one in seeds for job in (*one.training_jobs(), *one.evaluation_jobs())]
+        # Models that are not trained here are sampled with seed 0, also if that is not a seed of the arms.
+        return list({job.name: job for job in (*ordered, *self.evaluation_jobs())}.values())
 
 
 def make(work: Work, only: Sequence[str] = (), until: float | None = None) -> Made:
-    """Make all training runs, then all evaluations; or `only` the jobs of these names. `until`: see `run_jobs`."""
-    if unknown := sorted(set(only) - set(work.job_names())):
-        raise ValueError(f"--only: unknown job {unknown[0]!r}: choose from {', '.join(work.job_names())}")
-
-    def named(jobs: Iterator[Job]) -> list[Job]:
-        return [job for job in jobs if not only or job.name in only]
-
+    """Train and evaluate everything, or `only` the jobs of these names. `until`: see `run_jobs`."""
+    jobs = work.jobs()
+    names = [job.name for job in jobs]
+    if unknown := sorted(set(only) - set(names)):
+        raise ValueError(f"--only: unknown job {unknown[0]!r}: choose from {', '.join(names)}")
     with locked(work.folder):
-        trained = run_jobs(named(work.training_jobs()), work.suite.concurrent, until)
-        evaluated = run_jobs(named(work.evaluation_jobs()), work.suite.concurrent, until)
-    return Made(trained.failed | evaluated.failed, trained.unfinished + evaluated.unfinished)
+        reuse(work)
+        return run_jobs([job for job in jobs if not only or job.name in only], work.suite.concurrent, until)
+
+
+def reuse(work: Work) -> None:
+    """Take over finished runs that have an arm's settings under another name: those that chose them on dev."""
+    finished = [file.parent.parent for file in sorted(work.folder.glob("q2/*/adapter/adapter_config.json"))]
+    configs = {run: from_tables(json.loads((run / "config.json").read_text()), str(run)) for run in finished}
+    for seed in work.suite.seeds:
+        for arm in work.arms:
+            run, config = work.run_of(arm, seed), work.config_of(arm, seed)
+            same = next((other for other in finished if configs[other] == config), None)
+            if same is not None and not run.exists():
+                with whole_folder(run) as partial:
+                    for name in ("config.json", "metrics.jsonl"):
+                        shutil.copy2(same / name, partial / name)
+                    shutil.copytree(same / "adapter", partial / "adapter")
+                log.info("%s: has the settings of %s, which is finished, and is a copy of it", run, same.name)
 
 
 @contextmanager

@@ -252,7 +252,7 @@ def results_table(found: Collected, shown: Shown, columns: Sequence[Column]) -> 
     for system in shown.systems:
         if any((system, k) in found.results for k in shown.horizons):
             results = [(found.results.get((system, k)), c) for k in shown.horizons for c in columns]
-            rows.append([label(system), *(_cell(r, c) for r, c in results)])
+            rows.append([label(system), *(cell_of(r, c) for r, c in results)])
     return markdown_table(heads, rows)
 
 
@@ -261,7 +261,7 @@ def costs(found: Collected) -> list[str]:
     results = list(found.results.values())
     columns = [c for c in COSTS if any(r.metrics.get(c[1]) for r in results)]
     lacking = "; ".join(heading for heading, *_ in COSTS if heading not in [c[0] for c in columns])
-    rows = [[r.system, str(r.k), *(_cell(r, c) for c in columns)] for r in results]
+    rows = [[r.system, str(r.k), *(cell_of(r, c) for c in columns)] for r in results]
     caption = (
         "MEM1 counts peak and dependency without the stable prefix q, and drops trajectories with EM = 0 from its "
     )
@@ -270,7 +270,7 @@ def costs(found: Collected) -> list[str]:
     return ["## Costs with and without q", table, caption]
 
 
-def _cell(result: Result | None, column: Column) -> str:
+def cell_of(result: Result | None, column: Column) -> str:
     _, metric, unit, digits = column
     estimate = None if result is None else result.metrics.get(metric)
     return "–" if estimate is None else cell(estimate, unit, digits)

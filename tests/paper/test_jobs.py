@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def test_a_failure_is_tried_once_more_and_then_named_while_others_go_on(tmp_path
 
 def test_ending_well_without_results_is_a_failure(tmp_path):
     assert "without its results" in run_jobs([shell("a", tmp_path, "echo ok")], concurrent=1).failed["a"]
+
+
+def test_a_job_starts_when_it_is_ready_and_is_left_out_if_it_never_is(tmp_path):
+    """`second` waits for `first`, and does not keep `third` from starting; `fourth` waits for one that fails."""
+    order = tmp_path / "order"
+    script = f"echo {{done}} >> {order}; touch {{done}}"
+    first, second, third, fourth = (shell(name, tmp_path, script) for name in ("first", "second", "third", "fourth"))
+    bad = shell("bad", tmp_path, "echo no; exit 1")
+    waiting = [replace(second, ready=(tmp_path / "first").exists), replace(fourth, ready=(tmp_path / "bad").exists)]
+    made = run_jobs([*waiting, bad, third, first], concurrent=1)
+    assert [Path(line).name for line in order.read_text().split()] == ["third", "first", "second"]
+    assert (made.failed, made.unfinished) == ({"bad": "no"}, [])
+    assert not (tmp_path / "fourth").exists()
 
 
 def test_as_many_at_once_as_asked_and_no_more(tmp_path):

@@ -97,12 +97,12 @@ def work(tmp_path):
 
 
 def test_every_shipped_file_loads():
-    suite, probes = (load(Suite, REAL / f"{name}.toml") for name in ("suite", "probes"))
+    suite = load(Suite, REAL / "suite.toml")
     assert list(suite.arms)[:5] == ["ppo", "memopd", "memopd-0.02", "persistent", "teacher-only"]
     assert suite.seeds == (0, 1, 2)
-    for name in ("main", "control", "single", "long", "probe", "groups", "memories"):
+    for name in ("main", "control", "single", "long", "groups", "memories"):
         shown = load(Shown, REAL / f"{name}.toml")
-        check_systems(shown, probes if name == "probe" else suite, name)
+        check_systems(shown, suite, name)
         assert {*shown.claims, *shown.grows, *shown.shorter} <= set(shown.compare)
         assert {s for pair in shown.compare for s in pair} <= set(shown.systems)
         assert all(len(row) == len(shown.paper.columns) for row in shown.paper.rows)
@@ -200,7 +200,7 @@ def test_an_adapter_of_another_base_has_another_fingerprint(tmp_path):
 
 
 def test_conventions_sample_otherwise_with_their_seeds_alone(work):
-    names = work.job_names()
+    names = [job.name for job in work.jobs()]
     assert names[:3] == ["train:ppo-0", "train:memopd-0", "train:teacher-only-0"]
     assert [name for name in names if name.endswith(":cold")] == [
         f"evaluate:{who}-0:cold" for who in ("student", "teacher", "ppo", "memopd", "teacher-only")
@@ -216,7 +216,7 @@ def test_only_named_jobs_run(work, monkeypatch):
     ran = []
     monkeypatch.setattr("paper.suite.run_jobs", lambda jobs, *_: ran.append([job.name for job in jobs]) or Made())
     make(work, ["train:memopd-0", "evaluate:teacher-0"])
-    assert ran == [["train:memopd-0"], ["evaluate:teacher-0"]]
+    assert ran == [["train:memopd-0", "evaluate:teacher-0"]]
     with pytest.raises(ValueError, match="unknown job 'train:pop-0': choose from train:ppo-0, train:memopd-0"):
         make(work, ["train:pop-0"])
 
@@ -414,7 +414,7 @@ def test_extras_are_not_run_unless_they_are_named(tmp_path, monkeypatch):
 
     def jobs(*words):
         CliRunner().invoke(app, [*words, "--of", "real", "--work", str(tmp_path), "--only", "any"])
-        return asked.pop().job_names()
+        return [job.name for job in asked.pop().jobs()]
 
     extras = ("grpo", "long", "full_response", "amem", "-3", "-4")
     assert not [name for name in jobs("main", "control", "single") if any(extra in name for extra in extras)]

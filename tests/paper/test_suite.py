@@ -109,8 +109,16 @@ def test_a_plan_is_read_as_it_was_written(work, tmp_path):
     assert read_plan(tmp_path / "plan.json") == plan
 
 
-def test_untrained_arms_wait(work):
-    assert [job.name for job in work.evaluation_jobs()] == ["evaluate:student-0"]
+def test_evaluations_wait_for_their_training_and_come_before_the_next_seed(work):
+    assert [job.name for job in work.jobs()] == [
+        "train:ppo-0", "train:memopd-0", "evaluate:student-0", "evaluate:ppo-0", "evaluate:memopd-0",
+        "train:ppo-1", "train:memopd-1", "evaluate:ppo-1", "evaluate:memopd-1",
+    ]  # fmt: skip
+    assert [job.name for job in work.evaluation_jobs() if job.ready()] == ["evaluate:student-0"]
+    model = work.run_of("memopd", 1) / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").touch()
+    assert [job.name for job in work.evaluation_jobs() if job.ready()] == ["evaluate:student-0", "evaluate:memopd-1"]
 
 
 def test_two_commands_do_not_share_a_folder(tmp_path):
