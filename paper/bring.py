@@ -3,9 +3,10 @@
     python -m paper.bring pack runs/real OUT      what was made there
     python -m paper.bring unpack OUT runs/real    goes on here, or on the next machine
 
-A run travels as its adapter, configuration and metrics; evaluations travel too. Checkpoints, episodes and traces stay,
-so `pack` leaves out a run that is not finished. Adapters travel in bfloat16, the precision in which they are sampled:
-that is half the size, and the fingerprint in paper/evaluation.py is the same.
+A run travels as its adapter, configuration and metrics; evaluations travel too. With `--results` the adapters stay here:
+tables do not need them, and a run whose evaluations exist is not trained again. Checkpoints, episodes and traces stay
+too, so `pack` leaves out a run that is not finished. Adapters travel in bfloat16, the precision in which they are
+sampled: that is half the size, and the fingerprint in paper/evaluation.py is the same.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ def pack(
     only: Annotated[
         str | None, typer.Option(help="Pack only these runs, for example ppo-0,memopd-0, and no evaluations.")
     ] = None,
-    evaluations: Annotated[bool, typer.Option(help="Pack the evaluations and not the runs.")] = False,
+    results_only: Annotated[
+        bool, typer.Option("--results", help="Pack evaluations, configurations and metrics, but no adapters.")
+    ] = False,
 ) -> None:
     """Pack finished runs and evaluations into at most eight files of 15 MiB."""
-    if only and evaluations:
-        raise ValueError("--only names runs, --evaluations leaves them out: give one of them")
-    runs = [] if evaluations else finished_runs(work, only.split(",") if only else None)
+    if only and results_only:
+        raise ValueError("--only names runs, --results leaves their adapters out: give one of them")
+    runs = finished_runs(work, only.split(",") if only else None)
     results = [] if only else sorted(work.rglob("evaluations/**/*.json"))
     if not runs and not results:
         raise ValueError(f"{work}: has no finished run and no evaluation to pack")
-    packed = _tar(work, runs, results)
+    packed = _tar(work, runs, results, not results_only)
     if len(packed) > SIZE * PARTS:
         each = ", ".join(folder.name for folder in runs)
         raise ValueError(
             f"{work}: takes {len(packed) / 2**20:.0f} MiB, and {PARTS} files hold {SIZE * PARTS / 2**20:.0f}: pack in "
-            f"several steps with --evaluations and --only; the runs are {each}"
+            f"several steps with --results and --only; the runs are {each}"
         )
     output.mkdir(parents=True, exist_ok=True)
     for old in output.glob(f"{NAME}.*"):
@@ -102,11 +105,11 @@ def finished_runs(work: Path, names: list[str] | None = None) -> list[Path]:
     return [by_name[name] for name in names]
 
 
-def _tar(work: Path, runs: list[Path], results: list[Path]) -> bytes:
+def _tar(work: Path, runs: list[Path], results: list[Path], adapters: bool) -> bytes:
     """An archive in which equal files, such as the tokenizers of all adapters, are stored once."""
     buffer, stored = io.BytesIO(), dict[bytes, str]()
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=1) as tar:
-        for path, content in _files(runs, results):
+        for path, content in _files(runs, results, adapters):
             info = tarfile.TarInfo(path.relative_to(work).as_posix())
             if content in stored:
                 info.type, info.linkname = tarfile.LNKTYPE, stored[content]
@@ -117,10 +120,12 @@ def _tar(work: Path, runs: list[Path], results: list[Path]) -> bytes:
     return buffer.getvalue()
 
 
-def _files(runs: list[Path], results: list[Path]) -> Iterator[tuple[Path, bytes]]:
+def _files(runs: list[Path], results: list[Path], adapters: bool) -> Iterator[tuple[Path, bytes]]:
     for folder in runs:
         adapter = folder / "adapter"
         yield from ((folder / name, (folder / name).read_bytes()) for name in KEPT if (folder / name).is_file())
+        if not adapters:
+            continue
         made = {f: f.read_bytes() for f in sorted(adapter.iterdir()) if f.is_file() and f.name != DIGESTS}
         made[adapter / WEIGHTS] = in_half(adapter / WEIGHTS)
         if (adapter / DIGESTS).is_file():

@@ -86,7 +86,7 @@ class Work:
 
         def finished() -> bool:
             made = "adapter/adapter_config.json" if config.lora.rank else "model/config.json"
-            if not (run / made).is_file():
+            if not (run / made).is_file() and not self._is_evaluated(arm, seed):
                 return False
             if from_tables(json.loads((run / "config.json").read_text()), str(run)) != config:
                 raise ValueError(f"{run}: was trained with other settings; remove it, or choose another --work")
@@ -98,6 +98,15 @@ class Work:
 
         log = self.folder / "logs" / f"train-{run.name}.log"
         return Job(f"train:{run.name}", command, finished, log, progress=progress)
+
+    def _is_evaluated(self, arm: str, seed: int) -> bool:
+        """Whether its settings, metrics and all evaluations exist, so that nobody needs the weights."""
+        if not all((self.run_of(arm, seed) / name).is_file() for name in ("config.json", "metrics.jsonl")):
+            return False
+        ways = (self, *map(self.under, self.suite.conventions))
+        plans = [plan for work in ways for name, plan in work.plans() if name == f"{arm}-{seed}"]
+        parts = [(plan, part) for plan in plans for part in plan.parts]
+        return bool(parts) and all(is_made(plan, part) for plan, part in parts)
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 

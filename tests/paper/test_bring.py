@@ -57,6 +57,20 @@ def test_there_and_back(work, tmp_path):
         assert precise[0] != precise[1]  # in float32 the rounded one is another adapter
 
 
+def test_results_travel_without_adapters(work, tmp_path):
+    here = tmp_path / "here"
+    assert "3 runs, 1 evaluations" in command(app, "pack", work, tmp_path / "out", "--results")
+    command(app, "unpack", tmp_path / "out", here)
+    runs = {
+        f"{run}/{name}"
+        for run in ("sft-student", "q2/ppo-0", "q2/memopd-0")
+        for name in ("config.json", "metrics.jsonl")
+    }
+    assert files(here) == {*runs, "evaluations/test/ppo-0-nq-q2.json"}
+    with pytest.raises(ValueError, match="give one of them"):
+        command(app, "pack", work, tmp_path / "out", "--results", "--only", "ppo-0")
+
+
 def test_equal_files_are_stored_once(work, tmp_path):
     command(app, "pack", work, tmp_path / "out")
     joined = tmp_path / "all.tar.xz"
@@ -88,7 +102,7 @@ def test_parts_are_small_and_few(work, tmp_path, monkeypatch):
     parts = sorted((tmp_path / "out").iterdir())
     assert len(parts) > 1
     assert all(part.stat().st_size <= 20_000 for part in parts)
-    command(app, "pack", work, tmp_path / "out", "--evaluations")
+    command(app, "pack", work, tmp_path / "out", "--results")
     assert [part.name for part in (tmp_path / "out").iterdir()] == ["runs.tar.xz.0"]  # the older parts are gone
     monkeypatch.setattr(bring, "PARTS", 1)
     with pytest.raises(ValueError, match=r"pack in several steps .* the runs are memopd-0, ppo-0, sft-student"):

@@ -14,9 +14,9 @@ from small import folder
 
 from memopd.evaluate import Measures
 from memopd.evaluate.summary import by_task
-from paper.evaluation import evaluate, is_made, read_plan
+from paper.evaluation import evaluate, is_made, measured_with, read_plan
 from paper.jobs import run_jobs
-from paper.settings import Suite, load
+from paper.settings import Convention, Suite, load
 from paper.suite import Work, locked
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,23 @@ def test_training_resumes_what_is_there_and_skips_what_is_finished(work):
     (run / "config.json").write_text(work.config_of("memopd", 0).as_json())
     with pytest.raises(ValueError, match="other settings"):
         job.finished()
+
+
+def test_a_run_is_not_trained_again_if_its_metrics_and_all_its_evaluations_are_here(work):
+    job = next(job for job in work.training_jobs() if job.name == "train:ppo-0")
+    run, plan = work.run_of("ppo", 0), dict(work.plans())["ppo-0"]
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(work.config_of("ppo", 0).as_json())
+    (part,) = plan.parts
+    Path(part.output).parent.mkdir(parents=True)
+    Path(part.output).write_text(json.dumps({"settings": measured_with(part, plan.settings), "weights": "0"}))
+    assert not job.finished()  # the learning curve is missing
+    (run / "metrics.jsonl").touch()
+    assert job.finished()
+    cold = replace(work, suite=replace(work.suite, conventions={"cold": Convention(temperature=0.01)}))
+    assert not next(cold.training_jobs()).finished()  # another way to sample still needs the weights
+    Path(part.output).write_text(json.dumps({"settings": {}, "weights": "0"}))
+    assert not job.finished()  # measured with other settings
 
 
 def test_evaluation_makes_what_is_missing_and_nothing_twice(work, capsys):
