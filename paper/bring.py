@@ -3,7 +3,7 @@
     python -m paper.bring pack runs/real OUT      what was made there
     python -m paper.bring unpack OUT runs/real    goes on here, or on the next machine
 
-A run travels as its adapter, configuration and metrics; evaluations travel too. With `--results` the adapters stay here:
+A run travels as its adapter, configuration and metrics; evaluations travel too. With `--results` the adapters stay:
 tables do not need them, and a run whose evaluations exist is not trained again. Checkpoints, episodes and traces stay
 too, so `pack` leaves out a run that is not finished. Adapters travel in bfloat16, the precision in which they are
 sampled: that is half the size, and the fingerprint in paper/evaluation.py is the same.
