@@ -100,7 +100,7 @@ def run_actor(
     }
     if len(layouts["merged"]) == len(layouts["independent"]):
         del candidates["merged rows, varlen flash"]  # no call extends another, so the rows would be the same
-    kept = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    kept = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())  # and their gradients
     measured: dict[str, tuple[int, Measured | None, str]] = {}
     for name, (rows, make) in candidates.items():
         try:

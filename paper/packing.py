@@ -13,6 +13,8 @@ from benchmarks.output import markdown_table
 from benchmarks.shapes import episodes_of
 from benchmarks.tables import load, plot_actor
 from benchmarks.timing import matmul_peak
+from memopd.cli.options import policy_name
+from memopd.models.adapters import STUDENT, adapter_weights
 from memopd.types import Call, Episode
 from paper.page import Findings
 from paper.trajectories import Subject
@@ -23,6 +25,9 @@ def findings(subject: Subject) -> Findings:
 
     s = subject.settings
     model = subject.model
+    if s.adapter:  # an actor trains its adapter alone
+        for weight in adapter_weights(model, STUDENT).values():
+            weight.requires_grad_()
     device = next(model.parameters()).device.type
     peak = matmul_peak(getattr(torch, s.dtype), device)
     work = [(f"recorded {Path(t).stem}", 1, subject.episodes(s.rules[0], t)) for t in s.tasks]
@@ -32,7 +37,7 @@ def findings(subject: Subject) -> Findings:
     results = [run_actor(model, e, name, n, peak, s.repeats) for name, n, e in subject.progress("actor", work)]
     earlier = [(file, [r for r in load(Path(file)) if isinstance(r, ActorResult)]) for file in s.measured]
     body = [
-        f"Forward and backward of `{s.model}`, {s.dtype}; time of the best packed arm against the best exact arm that "
+        f"Forward and backward of `{policy_name(s.model, s.adapter)}`, {s.dtype}; time of the best packed arm against the best exact arm that "
         "shares no rows. The limit is what the number of rows alone allows.",
         markdown_table(COLUMNS, [line(r) for r in results]),
     ]

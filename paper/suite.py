@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from memopd.config import RunConfig, from_tables, load_config
@@ -58,8 +59,13 @@ class Work:
 
     # ---- training ----------------------------------------------------------------------------------------------
 
+    def first_like(self, arm: str) -> str:
+        """The first arm with the same settings. Arms that do not differ, for example in the chosen λ, are one run."""
+        config = self.config_of(arm, 0)
+        return next(other for other in self.suite.arms if self.config_of(other, 0) == config)
+
     def run_of(self, arm: str, seed: int) -> Path:
-        return self.folder / "q2" / f"{arm}-{seed}"
+        return self.folder / "q2" / f"{self.first_like(arm)}-{seed}"
 
     def settings_of(self, arm: str, seed: int) -> dict[str, str]:
         """The changes to training.toml: those of the command line, of the arm, and the seed."""
@@ -68,12 +74,15 @@ class Work:
         return {**dict(self.overrides), **own, "run.seed": str(seed)}
 
     def config_of(self, arm: str, seed: int) -> RunConfig:
-        return load_config(self.suite.training, self.settings_of(arm, seed))
+        file = Path(self.suite.training)
+        return _read_config(
+            file, file.stat().st_mtime_ns if file.is_file() else 0, tuple(self.settings_of(arm, seed).items())
+        )
 
     def training_jobs(self) -> Iterator[Job]:
         """One seed after the other, so that an early end leaves complete comparisons."""
         for seed in self.suite.seeds:
-            for arm in self.arms:
+            for arm in dict.fromkeys(map(self.first_like, self.arms)):
                 yield self._training_job(arm, seed)
 
     def _training_job(self, arm: str, seed: int) -> Job:
@@ -112,7 +121,8 @@ class Work:
 
     def result_of(self, system: str, seed: int, k: int, data: str = "") -> Path:
         how = "-".join(filter(None, (self.split, self.convention)))
-        what = "-".join(filter(None, (re.sub("[:/]", "-", system), str(seed), data, f"q{k}")))
+        name = self.first_like(system) if system in self.suite.arms else re.sub("[:/]", "-", system)
+        what = "-".join(filter(None, (name, str(seed), data, f"q{k}")))
         return self.folder / "evaluations" / how / f"{what}.json"
 
     def tasks_of(self, data: str, k: int) -> str:
@@ -130,8 +140,9 @@ class Work:
                 parts = [(s, seed, k, s.partition("-")[2]) for s, k in of_seed]
                 yield f"{who}-{seed}", self._plan(model, adapter, parts)
         for seed in self.suite.seeds:
-            for arm in self.arms:
-                parts = [(s, seed, k, base.tasks.memory) for s, k in self.wanted if s == arm]
+            for arm in dict.fromkeys(map(self.first_like, self.arms)):
+                horizons = {k: None for s, k in self.wanted if s in self.arms and self.first_like(s) == arm}
+                parts = [(arm, seed, k, base.tasks.memory) for k in horizons]
                 run, config = self.run_of(arm, seed), self.config_of(arm, seed)
                 trained = (config.model.student, str(run / "adapter")) if config.lora.rank else (str(run / "model"), "")
                 yield f"{arm}-{seed}", self._plan(*trained, parts)
@@ -175,6 +186,12 @@ class Work:
         ordered = [job for one in seeds for job in (*one.training_jobs(), *one.evaluation_jobs())]
         # Models that are not trained here are sampled with seed 0, also if that is not a seed of the arms.
         return list({job.name: job for job in (*ordered, *self.evaluation_jobs())}.values())
+
+
+@lru_cache
+def _read_config(training: Path, _written: int, settings: tuple[tuple[str, str], ...]) -> RunConfig:
+    """Read once, because every name of a run and of a result asks for it."""
+    return load_config(training, dict(settings))
 
 
 def make(work: Work, only: Sequence[str] = (), until: float | None = None) -> Made:

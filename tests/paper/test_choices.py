@@ -133,11 +133,13 @@ def test_a_finished_run_with_an_arms_settings_is_taken_over(tmp_path):
     training = tmp_path / "training.toml"
     training.write_text((shop() / "training-lora.toml").read_text())
     assert LORA in training.read_text()
-    arms = {"ppo-fast": {"teacher.state": "none", "optimise.lr": 1e-4}, "ppo": {"teacher.state": "none"}}
-    work = Work(Suite(str(training), arms, (0, 1)), tmp_path / "work", tuple((arm, 2) for arm in arms))
-    done = work.run_of("ppo-fast", 0)
+    choices = Suite(str(training), {"ppo-fast": {"teacher.state": "none", "optimise.lr": 1e-4}}, (0,))
+    suite = Suite(str(training), {"ppo": {"teacher.state": "none"}}, (0, 1))
+    chosen = Work(choices, tmp_path / "work", (("ppo-fast", 2),))
+    work = Work(suite, tmp_path / "work", (("ppo", 2),))
+    done = chosen.run_of("ppo-fast", 0)
     (done / "adapter").mkdir(parents=True)
-    (done / "config.json").write_text(work.config_of("ppo-fast", 0).as_json())
+    (done / "config.json").write_text(chosen.config_of("ppo-fast", 0).as_json())
     (done / "metrics.jsonl").write_text("{}\n")
     (done / "adapter" / "adapter_config.json").write_text("its adapter")
     reuse(work)
@@ -145,7 +147,7 @@ def test_a_finished_run_with_an_arms_settings_is_taken_over(tmp_path):
     entered = replace(work, overrides=(("optimise.lr", "1e-4"),))
     reuse(entered)
     assert (work.run_of("ppo", 0) / "adapter" / "adapter_config.json").read_text() == "its adapter"
-    assert [job.name for job in entered.training_jobs() if job.finished()] == ["train:ppo-fast-0", "train:ppo-0"]
+    assert [job.name for job in entered.training_jobs() if job.finished()] == ["train:ppo-0"]
     assert not work.run_of("ppo", 1).exists()
     assert not any(path.name.startswith(".") for path in (tmp_path / "work" / "q2").iterdir())
 

@@ -158,6 +158,13 @@ def test_the_models_own_trajectories(run, tmp_path):
     assert len(list((tmp_path / "work" / "trajectories").iterdir())) == 2
 
 
+def test_packing_trains_an_adapter_alone(run, tmp_path):
+    write_random(tmp_path / "adapter", folder() / "model", 0)
+    found, text = run("packing", f'adapter = "{tmp_path}/adapter"\nrepeats = 1')
+    assert [r["shape"] for r in found["results"]] == ["recorded test-q2"]
+    assert f"model+{tmp_path}/adapter" in text
+
+
 @pytest.mark.slow
 def test_packing(run):
     found, text = run("packing", 'shapes = ["q2"]\nmultiples = [1]\nrepeats = 1')

@@ -36,6 +36,27 @@ def test_arms_differ_in_the_teachers_states_alone(work):
     assert replace(work, overrides=(("optimise.lr", "0.5"),)).config_of("ppo", 1).optimise.lr == 0.5
 
 
+def test_arms_with_the_same_settings_are_one_run(work):
+    """If dev chooses the paper's λ, its arm is not trained and evaluated again."""
+    arms = {**work.suite.arms, "memopd-0.02": {"teacher.state": "aligned", "teacher.weight": 0.02}}
+    both = replace(
+        work, suite=replace(work.suite, arms=arms), wanted=(("memopd", 2), ("memopd-0.02", 2), ("memopd-0.02", 1))
+    )
+    same = replace(both, overrides=(("teacher.weight", "0.02"),))
+    both = replace(both, overrides=(("teacher.weight", "0.5"),))
+    assert [job.name for job in both.training_jobs()][:2] == ["train:memopd-0", "train:memopd-0.02-0"]
+    assert [job.name for job in same.training_jobs()] == ["train:memopd-0", "train:memopd-1"]
+    assert [(name, [part.k for part in plan.parts]) for name, plan in same.plans()] == [
+        ("memopd-0", [2, 1]), ("memopd-1", [2, 1]),
+    ]  # fmt: skip
+    for where in (Work.run_of, Work.result_of):
+        last = () if where is Work.run_of else (2,)
+        assert (
+            where(same, "memopd-0.02", 1, *last) == where(same, "memopd", 1, *last) == where(both, "memopd", 1, *last)
+        )
+        assert where(both, "memopd-0.02", 1, *last) != where(both, "memopd", 1, *last)
+
+
 def test_training_resumes_what_is_there_and_skips_what_is_finished(work):
     job = next(job for job in work.training_jobs() if job.name == "train:memopd-1")
     assert not job.finished()

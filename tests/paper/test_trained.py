@@ -164,7 +164,7 @@ compare = [["memopd", "ppo"]]
 
 
 def test_the_command_makes_tables_of_what_is_there(work, tmp_path):
-    (tmp_path / "suite.toml").write_text("seeds = [0, 1]\n[arms.ppo]\n[arms.memopd]\n")
+    (tmp_path / "suite.toml").write_text("seeds = [0, 1]\n[arms.ppo]\n\"teacher.state\" = 'none'\n[arms.memopd]\n")
     (tmp_path / "main.toml").write_text(COLLECTED.format(folder=tmp_path))
     places = ["--config", tmp_path / "main.toml", "--work", work.folder, "--output", tmp_path / "out"]
     done = CliRunner().invoke(app, ["main", *map(str, places), "--collect"], catch_exceptions=False)
