@@ -37,8 +37,8 @@ def findings(subject: Subject) -> Findings:
     results = [run_actor(model, e, name, n, peak, s.repeats) for name, n, e in subject.progress("actor", work)]
     earlier = [(file, [r for r in load(Path(file)) if isinstance(r, ActorResult)]) for file in s.measured]
     body = [
-        f"Forward and backward of `{policy_name(s.model, s.adapter)}`, {s.dtype}; time of the best packed arm against the best exact arm that "
-        "shares no rows. The limit is what the number of rows alone allows.",
+        f"Forward and backward of `{policy_name(s.model, s.adapter)}`, {s.dtype}; time of the best packed arm against "
+        "the best exact arm that shares no rows. The limit is what the number of rows alone allows.",
         markdown_table(COLUMNS, [line(r) for r in results]),
     ]
     for file, of_file in earlier:
