@@ -1,4 +1,4 @@
-"""The Python API: record two calls, pack them, prove the pack, take log-probabilities with their gradient."""
+"""The Python API: record two calls, pack them, check the pack, take log-probabilities with their gradient."""
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config

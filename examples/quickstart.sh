@@ -1,6 +1,6 @@
 #!/bin/sh
-# `make quickstart`: an agent that rewrites its context, seen from all sides in some minutes on two CPU cores.
-# A world that is there already is kept; everything else is made anew. All of it is under runs/quickstart.
+# `make quickstart`: record an agent, audit it, train it, evaluate it and report, in some minutes on two CPU cores.
+# An existing world is kept, and everything else is made anew, under runs/quickstart.
 set -eu
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

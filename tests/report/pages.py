@@ -128,6 +128,23 @@ def tool_run(folder: Path) -> Path:
     return folder
 
 
+def instructed_run(folder: Path) -> Path:
+    """A run directory with two episodes whose prompts begin with the same instructions, and no file of tasks."""
+    start, end = "<|im_start|>", "<|im_end|>"
+    told = "user\nAnswer in one word, with the unit, and do not explain how you found it.\nQuestion: How long is the "
+    words = [start, end, told, "Velm?", "Draza?", "assistant\n", "90 km"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=start)),
+        additional_special_tokens=[start, end],
+    )
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    tokenizer.save_pretrained(folder / "model")
+    episodes = [Episode(words[river], "rivers", [Call([0, 2, river, 1, 0, 5], [6, 1])], reward=1.0) for river in (3, 4)]
+    write_episodes(folder / "episodes" / "step-000000.parquet", episodes)
+    (folder / "config.json").write_text(json.dumps({"run": {"seed": 0}}))
+    return folder
+
+
 def run_of(state: str = "aligned", seed: int = 0) -> Path:
     """A run of `memopd train` on recorded episodes."""
     return _run(state, seed)

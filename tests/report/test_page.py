@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from browser import Browser
-from pages import HOSTILE, TOOLS, add_audits, run_of, run_with_notes, tool_run, workshop
+from pages import HOSTILE, TOOLS, add_audits, instructed_run, run_of, run_with_notes, tool_run, workshop
 
 from memopd.config import RunConfig
 from memopd.record import read_episodes
@@ -42,7 +46,7 @@ def shows(browser: Browser, page: Path, fragment: str = "") -> None:
     before = len(browser.errors), len(browser.requests)
     browser.open(page, fragment)
     address = page.resolve().as_uri()
-    assert browser.run("document.documentElement.dataset.ready") == "yes", browser.errors
+    assert browser.run("document.documentElement.dataset.ready") == "yes", "; ".join(browser.errors)  # uncut
     assert browser.errors[before[0] :] == []
     assert {r.partition("#")[0] for r in browser.requests[before[1] :]} <= {address}
     assert browser.run("window.pwned") is None
@@ -94,6 +98,9 @@ def test_clicks_and_keys_walk_the_calls(browser):
     assert browser.run("location.hash") == "#run=0&episode=0&call=3&colour=advantage"
     assert len(browser.texts(".drops del")) == 2  # memory and observation of the call before
     assert len(browser.texts(".flattened .unseen")) == 4  # two turns that the agent no longer has
+    (line,) = browser.texts(".flattened .unread > summary")  # one of them it had lost before
+    assert "that call 2 did not read either" in line
+    assert len(browser.texts(".flattened .unread .unseen")) == 2
     assert len(browser.texts(".flattened .moved")) == 2
     browser.key("ArrowLeft")
     assert browser.texts(".walk h3") == ["Call 2 (0 to 3)"]
@@ -151,6 +158,8 @@ def test_tools_are_set_off(browser, tmp_path):
     assert browser.texts(".read .text .tool > *:first-child") == ["Tool definitions: length_of"]
     assert browser.run("document.querySelector('.read details.definitions').open") is False
     assert set(browser.texts(".read .text .special")) >= {"<|im_start|>", "<|im_end|>"}
+    assert browser.texts(".wrote .says")[0].startswith("No numbers per token")
+    assert browser.texts(".choice, .ramp, .strip") == []
     assert browser.texts(".chips .tool .label") == ["Tool call: length_of"]
     assert browser.texts(".chips .tool .chip") == ["<tool_call>", "↵\n" + TOOLS[8].strip() + "↵\n", "</tool_call>"]
     browser.key("ArrowRight")
@@ -162,6 +171,30 @@ def test_tools_are_set_off(browser, tmp_path):
     browser.key("ArrowRight")
     assert browser.texts(".read > .block .tool .said.folded") == []
     assert browser.texts(".chips .tool") == []
+
+
+def test_instructions_that_all_episodes_share_are_left_out(browser, tmp_path):
+    """Without a file of tasks, the page takes what was asked from the prompts."""
+    write_report([instructed_run(tmp_path)], tmp_path / "page.html")
+    shows(browser, tmp_path / "page.html")
+    assert browser.texts(".asked") == ["… How long is the Velm?"]
+    assert browser.texts(".picker option")[1].endswith(": … How long is the Draza?")
+
+
+def test_the_first_colour_is_one_that_differs_between_tokens(browser, tmp_path):
+    """Group advantages are one number for a whole episode, which no colour shows."""
+    run = tmp_path / "run"
+    copytree(run_of(), run)
+    for file in (run / "traces").iterdir():
+        table = pq.read_table(file)
+        same = [np.full(len(row), 0.5, np.float32) for row in table["advantage"].to_pylist()]
+        place = table.schema.get_field_index("advantage")
+        pq.write_table(table.set_column(place, table.schema.field(place), pa.array(same, pa.list_(pa.float32()))), file)
+    write_report([run], tmp_path / "page.html")
+    shows(browser, tmp_path / "page.html")
+    assert browser.texts(".choice [aria-pressed=true]") == ["Teacher divergence"]
+    shows(browser, tmp_path / "page.html", "#episode=0&colour=advantage")
+    assert browser.texts(".choice [aria-pressed=true]") == ["Advantage"]
 
 
 def test_a_search_opens_the_first_match(browser):

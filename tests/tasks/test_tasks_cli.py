@@ -28,7 +28,7 @@ def test_build_groups_each_data_set_by_itself(tmp_path):
     nq, hotpotqa = questions(tmp_path / "nq.jsonl", 5), questions(tmp_path / "hotpotqa.jsonl", 3)
     done = memopd_tasks("build", nq, hotpotqa, "-k", 2, "-o", tmp_path / "t.parquet")
     assert done.exit_code == 0, done.output
-    assert "t.parquet: 3 tasks of 2 questions (2 of nq, 1 of hotpotqa); 2 questions left over" in done.output
+    assert "t.parquet: 3 tasks of 2 questions (2 of nq, 1 of hotpotqa); questions left over: 2" in done.output
     tasks = read_tasks(tmp_path / "t.parquet")
     assert [(t.source, [q.id for q in t.questions]) for t in tasks] == [
         ("nq", ["nq-0", "nq-1"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from memopd.cli import audit, config, policy, report, retrieval, rollout, tasks, train, world
 from memopd.cli.demonstrate import demonstrate
@@ -12,7 +13,21 @@ from memopd.cli.gateway import gateway
 from memopd.cli.merge import merge
 from memopd.cli.options import run
 
+ORDER = (
+    *("world", "tasks", "index", "serve", "demonstrate", "sft", "rollout", "evaluate", "train", "report"),
+    *("gateway", "import", "audit", "draw", "merge", "config", "models"),
+)
+
+
+class InOrder(TyperGroup):
+    """Lists the commands in the order in which you use them: first those of a training, then the others."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+
 app = typer.Typer(
+    cls=InOrder,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

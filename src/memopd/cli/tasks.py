@@ -15,7 +15,7 @@ from memopd.cli.options import out
 if TYPE_CHECKING:
     from memopd.tasks import Question
 
-app = typer.Typer(help="Build files of tasks from questions, or show one.", no_args_is_help=True)
+app = typer.Typer(help="Divide questions, build files of tasks from them, or show one.", no_args_is_help=True)
 
 Questions = Annotated[
     list[str], typer.Argument(help="Question sets: .json(.gz), .jsonl(.gz), .parquet, or hub:org/dataset:split.")
@@ -24,7 +24,7 @@ Sources = Annotated[
     list[str] | None, typer.Option(help="The name of a data set; give it once for each file, in order.")
 ]
 Split = Annotated[
-    Path | None, typer.Option(help='A JSON file that divides the questions: {"nq": {"sft": [ids], "rl": [ids]}, ...}.')
+    Path | None, typer.Option(help="A JSON file that divides the questions, as `memopd tasks split` writes it.")
 ]
 Part = Annotated[str | None, typer.Option(help="Use only the questions of this part of --split.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip malformed rows, and report how many.")]
@@ -74,7 +74,7 @@ def build(
         raise ValueError(f"{', '.join(questions)}: no task could be made: no data set has {k} questions{wanted}")
     write_tasks(output, tasks, user_message)
     counts = ", ".join(f"{count} of {name}" for name, count in Counter(task.source for task in tasks).items())
-    print(f"{output}: {len(tasks)} tasks of {k} questions ({counts}); {left_over} questions left over")
+    print(f"{output}: {len(tasks)} tasks of {k} questions ({counts}); questions left over: {left_over}")
 
 
 @app.command()

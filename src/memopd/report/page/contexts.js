@@ -5,6 +5,7 @@ const KINDS = {
 };
 const LETTERS = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind[0], kind]));
 const LONG = 3000; // characters of a new text before its middle is folded
+const UNREAD = ": not in what the call read";
 const FEW = 40; // tokens: a fold of fewer saves no lines
 const HEAD = 120, TAIL = 160; // tokens that then stay in view
 
@@ -79,8 +80,8 @@ function inView(passage, from, to, find) {
 }
 
 // One line for what a reader has seen already; it opens.
-function folded(says, names, blocks, find, texts) {
-  return el("details", { class: "kept", open: hits(find, texts) },
+function folded(says, names, blocks, find, texts, kind = "") {
+  return el("details", { class: `kept ${kind}`, open: hits(find, texts) },
     el("summary", {}, el("b", {}, says), " ", el("small", {}, names)), blocks);
 }
 
@@ -174,23 +175,27 @@ function flattensRight(call) {
 
 function flattenedColumn(call, t, reader, state, find) {
   const passage = new Passage(reader, reader.flat.slice(0, call.begin)), blocks = [];
-  let same = [];
+  const unread = t ? reader.calls[t - 1].flattened.filter((piece) => piece.at === null) : [];
+  const foldsAs = ({ at, flat, n }) => (at === flat ? "read" : at === null && unread.some((piece) => piece.flat <= flat && flat + n <= piece.flat + piece.n) ? "unread" : null);
+  let run = []; // pieces next to each other that fold into one line
   const fold = () => {
-    if (!same.length) return;
-    const from = same[0].flat, to = from + total(same);
-    blocks.push(folded(`${count(total(same), "token")} as in the call`, listed(same.map((piece) => origin(piece, "of"))),
-      same.map((piece) => shown(piece, "", ", as in the call")), null, passage.text.slice(passage.starts[from], passage.starts[to])));
-    same = [];
+    if (!run.length) return;
+    const n = count(total(run), "token"), names = listed(run.map((piece) => origin(piece, "of")));
+    const text = passage.text.slice(passage.starts[run[0].flat], passage.starts[run[0].flat + total(run)]);
+    blocks.push(foldsAs(run[0]) === "read" ? folded(`${n} as in the call`, names, run.map((piece) => shown(piece, "", ", as in the call")), null, text)
+      : folded(`${n} that call ${t - 1} did not read either`, names, run.map((piece) => shown(piece, "unseen", UNREAD)), find, text, "unread"));
+    run = [];
   };
   const shown = (piece, mark, meta) => block(`${piece.kind} ${mark}`, origin(piece, "of"), `${count(piece.n, "token")}, ${span(piece.flat, piece.n)}${meta}`,
     short(passage, piece.flat, piece.flat + piece.n, find));
   for (const piece of call.flattened) {
-    if (piece.at === piece.flat) {
-      same.push(piece);
+    const as = foldsAs(piece);
+    if (run.length && foldsAs(run[0]) !== as) fold();
+    if (as) {
+      run.push(piece);
       continue;
     }
-    fold();
-    blocks.push(piece.at === null ? shown(piece, "unseen", ": not in what the call read") : shown(piece, "moved", `, but at ${piece.at} in the call`));
+    blocks.push(piece.at === null ? shown(piece, "unseen", UNREAD) : shown(piece, "moved", `, but at ${piece.at} in the call`));
   }
   fold();
   const [unseen, rewritten] = [unseenOf(call), rewrittenOf(call)];

@@ -37,7 +37,7 @@ class Search {
         if (at < 0) continue;
         const [match] = text.slice(at).match(new RegExp(wanted.source, "i"));
         const line = (part) => part.replace(/\s+/g, " ");
-        return { run, episode, call, around: [line(text.slice(Math.max(0, at - AROUND), at)), line(match), line(text.slice(at + match.length, at + match.length + AROUND))] };
+        return { run, episode, call, around: [(at > AROUND ? "…" : "") + line(text.slice(Math.max(0, at - AROUND), at)), line(match), line(text.slice(at + match.length, at + match.length + AROUND)) + (at + match.length + AROUND < text.length ? "…" : "")] };
       }
       return null;
     }).filter(known);

@@ -151,7 +151,7 @@ function audits(data) {
       const row = a[key].find((r) => r[name] === one);
       return columns.map(([, show]) => (row ? show(row) : "–"));
     })]);
-    return names.length ? table(["", ...made.flatMap((a) => columns.map(([title]) => `${a.label}: ${title}`))], rows) : null;
+    return names.length ? table(["", ...made.flatMap((a) => columns.map(([title]) => (made.length > 1 ? `${a.label}: ${title}` : title)))], rows) : null;
   };
   const error = [["p99 |Δ log p|", (r) => number(r.p99_logprob)], ["top-1 %", (r) => percent(r.top1)], ["false clip %", (r) => percent(r.false_clip)]];
   const calls = [["tokens", (r) => number(r.decisions)], ["top-1 %", (r) => percent(r.top1)], ["mean KL", (r) => number(r.mean_kl)]];

@@ -12,7 +12,7 @@ class Viewer {
   constructor(data) {
     this.data = data;
     this.runs = data.runs.map((run, i) => [run, i]).filter(([run]) => run.episodes.length);
-    this.state = { run: this.runs[0][1], episode: 0, call: 0, colour: "advantage" };
+    this.state = { run: this.runs[0][1], episode: 0, call: 0, colour: null };
     this.search = new Search(data);
     this.find = null; // the pattern that is searched for
     this.matches = [];
@@ -66,13 +66,13 @@ class Viewer {
   draw() {
     hideTip();
     const { call, state } = this, focused = document.activeElement?.dataset.focus;
-    if (!this.has(state.colour)) state.colour = Object.keys(COLOURS).find((name) => this.has(name)) || "advantage";
+    if (!state.colour || !this.has(state.colour)) state.colour = this.telling();
     this.scale = this.scaleOf(state.colour);
     this.body.replaceChildren(
       this.picker(), this.about(), this.map(), this.walk(),
       el("div", { class: `columns${flattensRight(call) ? " alike" : ""}` }, readColumn(call, state.call, this.reader, this.find, this.wrote()),
         flattenedColumn(call, state.call, this.reader, teacherState(this.run), this.find)),
-      this.strip());
+      ...(this.has(state.colour) ? [this.strip()] : []));
     for (const [i, item] of [...this.results.querySelectorAll("button")].entries())
       item.setAttribute("aria-current", String(this.matches[i].run === state.run && this.matches[i].episode === state.episode));
     if (focused) this.body.querySelector(`[data-focus="${focused}"]:enabled`)?.focus({ preventScroll: true }); // it was drawn again
@@ -122,6 +122,12 @@ class Viewer {
     return this.episode.calls.some((call) => call[colour] && call[colour].some(known));
   }
 
+  // The first colour that differs between tokens: an algorithm without a critic gives a whole episode one advantage.
+  telling() {
+    const names = Object.keys(COLOURS).filter((name) => this.has(name));
+    return names.find((name) => new Set(this.episode.calls.flatMap((call) => (call[name] || []).filter(known))).size > 1) || names[0] || "advantage";
+  }
+
   scaleOf(colour) {
     const sizes = this.episode.calls.flatMap((call) => (call[colour] || []).filter(known).map(Math.abs)).sort((a, b) => a - b);
     return sizes.length ? Math.max(sizes[Math.floor(0.98 * (sizes.length - 1))], NOTHING) : 1; // a single extreme token must not make the others pale
@@ -141,7 +147,7 @@ class Viewer {
     return el("div", { class: "bar picker" },
       this.runs.length > 1 ? select("Run", "run", this.runs.map(([run, i]) => el("option", { value: i, selected: i === state.run }, run.name)), (run) => this.go({ run, episode: 0, call: 0 })) : null,
       el("div", { class: "which" }, select("Episode", "episode", groups, (episode) => this.go({ episode, call: 0 })),
-        move("‹", -1, "previous episode (⇧←)"), move("›", 1, "next episode (⇧→)")));
+        move("‹", -1, "previous episode (Shift ←)"), move("›", 1, "next episode (Shift →)")));
   }
 
   about() {
@@ -174,7 +180,7 @@ class Viewer {
     const button = (text, by, title) => el("button", { type: "button", title, "aria-label": title, "data-focus": `walk${by}`, disabled: state.call + by < 0 || state.call + by >= episode.calls.length,
       click: () => this.go({ call: state.call + by }) }, text);
     return el("div", { class: "bar walk" }, button("‹", -1, "previous call (←)"), el("h3", {}, `Call ${state.call}`, el("small", {}, ` (0 to ${episode.calls.length - 1})`)), purpose(this.call),
-      button("›", 1, "next call (→)"), el("span", { class: "hint" }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " calls, with ", el("kbd", {}, "⇧"), " episodes"));
+      button("›", 1, "next call (→)"), el("span", { class: "hint" }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " calls, with ", el("kbd", {}, "Shift"), " episodes"));
   }
 
   text(call) {
@@ -185,12 +191,14 @@ class Viewer {
     const { call, state } = this;
     const none = call.trainable ? "this run did not record these numbers" : "this call was not trained on";
     const options = Object.entries(COLOURS).map(([name, { title }]) => [name, title, this.has(name) ? null : none]);
+    const numbers = options.some(([, , why]) => !why);
     const stats = [["mean advantage", mean(call.advantage || [])], ["mean divergence", mean(call.divergence || [])], ["mean log p", mean(call.logp || [])]].filter(([, v]) => v !== null);
     return el("div", { class: "wrote" },
-      el("div", { class: "bar" }, el("h4", {}, "What it wrote"), choice("Colour of tokens", options, state.colour, (colour) => this.go({ colour }))),
-      el("p", { class: "says" }, COLOURS[state.colour].description, " ", stats.map(([name, v]) => `${name} ${number(v)}`).join(", "),
-        call.stop === "length" ? " · cut off at the token limit" : "", call.trainable ? "" : " · not trained on"),
-      this.ramp(), el("div", { class: "chips", tabindex: "-1" }, this.chips()));
+      el("div", { class: "bar" }, el("h4", {}, "What it wrote"), numbers ? choice("Colour of tokens", options, state.colour, (colour) => this.go({ colour })) : null),
+      numbers ? el("p", { class: "says" }, COLOURS[state.colour].description) : null,
+      el("p", { class: "says" }, [stats.map(([name, v]) => `${name} ${number(v)}`).join(", "), numbers ? "" : "No numbers per token: training records them for a few episodes of each step.",
+        call.stop === "length" ? "cut off at the token limit" : "", call.trainable ? "" : "not trained on"].filter(Boolean).join(" · ")),
+      numbers ? this.ramp() : null, el("div", { class: "chips", tabindex: "-1" }, this.chips()));
   }
 
   // The sampled tokens; those of a tool's call stand in a box.
@@ -284,15 +292,28 @@ function action(text) {
   return cut(text.trim(), 80) || "no text";
 }
 
-// What an episode was asked: its questions, or else the last message of the user in its first prompt.
+// What an episode was asked: its questions, or else the last message of the user in its first prompt, without the
+// instructions with which the messages of all episodes begin.
 const ASKED = new Map();
 
 function asked(run, episode) {
-  if (!ASKED.has(episode)) {
-    const reader = readerOf(run, episode);
-    ASKED.set(episode, episode.questions.map(([text]) => text).join(" ") || lastUser(reader.prompt(reader.calls[0])));
+  if (!ASKED.has(run)) {
+    const texts = run.episodes.map((e) => e.questions.map(([text]) => text).join(" ") || lastUser(readerOf(run, e).prompt(readerOf(run, e).calls[0])));
+    const messages = [...new Set(texts.filter((_, i) => !run.episodes[i].questions.length))], alike = shared(messages);
+    ASKED.set(run, new Map(run.episodes.map((e, i) => [e, e.questions.length || alike < LONG_START ? texts[i] : `… ${texts[i].slice(alike)}`])));
   }
-  return ASKED.get(episode);
+  return ASKED.get(run).get(episode);
+}
+
+const LONG_START = 60; // characters
+
+// The length of the sentences and lines with which all of several different texts begin.
+function shared(texts) {
+  if (texts.length < 2) return 0;
+  const [first, ...others] = texts;
+  let n = 0;
+  while (n < first.length && others.every((text) => text[n] === first[n])) n += 1;
+  return Math.max(0, ...[...first.slice(0, n).matchAll(/[.:!?]\s+|\n/g)].map((end) => end.index + end[0].length));
 }
 
 function cut(text, most) {
