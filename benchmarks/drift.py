@@ -17,7 +17,7 @@ import numpy as np
 
 from memopd.config import RunConfig
 from memopd.train import traces
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.train import train
 
 PACKED, REPLAYED, ALONE = "packed", "unshared-same-episodes", "unshared"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.output import pyplot, save
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from paper.main import COLOURS, OTHER, bars
 from paper.page import Findings
 from paper.settings import Shown

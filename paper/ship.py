@@ -29,7 +29,7 @@ from memopd.evaluate.provenance import source
 from memopd.evaluate.tables import COSTS, DEPENDENCY, EM, F1, PEAK, Column
 from memopd.evaluate.tables import shown as cell
 from memopd.files import whole_folder, write_digests
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from paper.bring import CONFIG, WEIGHTS, in_half
 from paper.evaluation import fingerprint
 from paper.settings import Suite, load

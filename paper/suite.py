@@ -26,7 +26,7 @@ from pathlib import Path
 
 from memopd.config import RunConfig, from_tables, load_config
 from memopd.files import whole, whole_folder
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from paper.evaluation import Part, Plan, is_made
 from paper.jobs import Job, Made, run_jobs
 from paper.settings import Suite

@@ -11,7 +11,7 @@ from train.command import Ended, memopd
 from train.saved import read_whole
 from train.tiny import workshop
 
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

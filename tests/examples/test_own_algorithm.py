@@ -8,7 +8,7 @@ import torch
 from own_parts import weights
 from train.command import Ended
 
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 SETTING, OWN = "--optimise.algorithm", "own_algorithm:Reinforce"
 

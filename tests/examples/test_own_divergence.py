@@ -10,7 +10,7 @@ import torch
 from own_parts import EXAMPLES, weights
 from train.command import Ended
 
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.traces import read_traces
 
 SETTING, OWN = "--teacher.divergence", "own_divergence:skewed"

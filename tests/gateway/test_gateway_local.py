@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from memopd import compile_calls, verify
 from memopd.engine.local import LocalEngine
 from memopd.record import read_episodes
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.types import Sampling, StopReason
 
 TRAIN = """

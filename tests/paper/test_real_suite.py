@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from memopd.agent.protocol import user_message
 from memopd.config import load_config
 from memopd.tasks.files import read_tasks, write_tasks
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.train import train
 from paper.__main__ import app
 from paper.comparisons import grows, growth, order_row, orders, shorter

@@ -18,7 +18,7 @@ from memopd.config import RunConfig
 from memopd.record import read_episodes
 from memopd.report import page as made
 from memopd.report import write_report
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.traces import read_traces
 
 

@@ -26,8 +26,8 @@ from memopd.train import engines
 from memopd.train.batch import mini_batch
 from memopd.train.diagnostics import off_policy
 from memopd.train.learner import build
-from memopd.train.log import read_metrics
 from memopd.train.losses import importance_weights
+from memopd.train.metrics import read_metrics
 from memopd.train.source import AheadSampler, open_source, versions
 from memopd.train.terms import Terms
 from memopd.train.traces import read_traces

@@ -25,7 +25,7 @@ from random_adapter import write_random
 from saved import read_whole
 from tiny import workshop
 
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 UNSHARED = ("--optimise.share", "false")
 ARMS = {

@@ -25,7 +25,7 @@ from live import policy, world
 from memopd.config import load_config
 from memopd.evaluate.provenance import source
 from memopd.record import read_episodes
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "world.toml"

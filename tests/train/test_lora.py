@@ -21,7 +21,7 @@ from memopd.train import checkpoint
 from memopd.train.batch import compile_batches
 from memopd.train.engines import LocalPolicy
 from memopd.train.learner import build, check_objective, export_policy
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.models import PolicyRoot, StatesRoot, copy_weights, prepare, whole_copy
 from memopd.train.scoring import exact_states, policy_scores, score_batches, values
 from memopd.train.sft import sft

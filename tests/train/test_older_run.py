@@ -6,7 +6,7 @@ from pathlib import Path
 from command import memopd
 from live import policy, world
 
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 
 def as_an_older_version_wrote_it(config: Path) -> None:

@@ -14,7 +14,7 @@ from memopd.train import checkpoint, models, ranks
 from memopd.train.batch import compile_batches
 from memopd.train.engines import LocalPolicy
 from memopd.train.learner import build, export_model
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.models import PolicyRoot, copy_weights, is_sharded, on_device, prepare, whole_copy
 from memopd.train.scoring import policy_scores, score_batches, values
 from memopd.train.terms import make_terms

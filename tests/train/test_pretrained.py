@@ -17,7 +17,7 @@ from command import memopd
 
 from memopd.models.load import load_tokenizer
 from memopd.record import read_episodes
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 SHARED = Path(__file__).parents[3] / "shared"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memopd" / "models"

@@ -11,7 +11,7 @@ from live import policy, world
 from safetensors.torch import load_file
 
 from memopd.record import read_episodes
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 
 def train(output: Path, *more: str) -> Command:

@@ -15,7 +15,7 @@ from memopd.agent.codec import codec_of
 from memopd.config import SftConfig
 from memopd.record import read_episodes, write_episodes
 from memopd.train.batch import mini_batch
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.models import PolicyRoot
 from memopd.train.sft import Example, dev_loss, imitate, load_examples, plan, well_formed
 from memopd.verify.families import tiny_model

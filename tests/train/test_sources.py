@@ -19,7 +19,7 @@ from memopd.engine.vllm.engine import StaleWeights
 from memopd.record import read_episodes, write_episodes
 from memopd.train import engines
 from memopd.train.learner import build
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.source import Replay, Sampler, open_source
 from memopd.types import Sampling
 

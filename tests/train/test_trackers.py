@@ -11,7 +11,7 @@ import pytest
 from tiny import workshop
 
 from memopd.config import RunConfig, load_config
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.train.trackers import check_trackers
 from memopd.train.train import train
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from memopd.engine.protocol import Completion
 from memopd.engine.vllm import weights as weight_updates
 from memopd.record import read_episodes
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 TALK = ("--tasks.environment", "real_vllm:Talk")  # several calls per episode, although the policy knows no protocol
 SLOW = ("--tasks.environment", "real_vllm:SlowTool")  # so that weights change more often in the middle of a batch

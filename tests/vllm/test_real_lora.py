@@ -14,7 +14,7 @@ from memopd.engine.protocol import Completion
 from memopd.engine.vllm import weights as weight_updates
 from memopd.engine.vllm.engine import StaleWeights, VllmEngine, rounding_tolerance
 from memopd.record import read_episodes
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 from memopd.types import Sampling
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -18,7 +18,7 @@ from memopd import compile_calls, verify
 from memopd.engine.protocol import Completion
 from memopd.engine.vllm import weights as weight_updates
 from memopd.record import read_episodes
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 # ---- the gateway ----------------------------------------------------------------------------------------------------
 

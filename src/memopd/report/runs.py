@@ -12,7 +12,7 @@ from typing import Any
 
 from memopd.evaluate.provenance import warn_changed
 from memopd.files import read_object
-from memopd.train.log import read_metrics
+from memopd.train.metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from memopd.config import RunConfig, from_tables
-from memopd.files import json_lines, read_object, remove_leftovers, sync, whole
+from memopd.files import read_object, remove_leftovers, sync, whole
 from memopd.record import write_episodes
 from memopd.train import ranks, trackers
 from memopd.train.checkpoint import latest, read_state
+from memopd.train.metrics import read_metrics
 from memopd.train.traces import Trace, write_traces
 from memopd.types import Episode
 
@@ -125,19 +126,6 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
         run.trackers = trackers.open_trackers(config.run.trackers, path, config)
     ranks.barrier()
     return run
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read complete lines only, because a killed run may have left half a line."""
-    file = path / "metrics.jsonl"
-    if not file.is_file():
-        return []
-    found = []
-    for number, line in json_lines(file, finished=True):
-        if not isinstance(line.get("step"), int):
-            raise ValueError(f"{file}: line {number}: has no step; not written by memopd train or sft")
-        found.append(line)
-    return found
 
 
 def _cut_back(path: Path, first: int, ahead: int) -> None:

@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
 
 from memopd.files import whole
-from memopd.train import ranks
-from memopd.train.batch import MiniBatch
-from memopd.train.scoring import Guide
-from memopd.train.terms import Terms
 from memopd.types import Episode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from memopd.train.batch import MiniBatch
+    from memopd.train.scoring import Guide
+    from memopd.train.terms import Terms
 
 EPISODES = 4  # per step
 
@@ -61,6 +63,8 @@ def make_traces(
     critic: bool,
 ) -> list[Trace]:
     """The traces of the first episodes of the step. All ranks must call it: each has its own packs' divergences."""
+    from memopd.train import ranks  # imports torch, which readers of traces do not need
+
     wanted, found = {e.id for e in episodes[:EPISODES]}, {}
     for batch, known, guide in zip(batches, terms, guides, strict=True):
         taught = guide is not None and bool(guide.mask.any())
@@ -92,7 +96,7 @@ def _calls(batch: MiniBatch) -> Iterator[tuple[slice, Episode, int]]:
                 at += len(call.completion)
 
 
-def _numbers(values: torch.Tensor) -> NDArray[np.float32]:
+def _numbers(values: Tensor) -> NDArray[np.float32]:
     return values.float().numpy()
 
 
