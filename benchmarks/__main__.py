@@ -379,7 +379,7 @@ def bench_update(
 def bench_step(
     config: Annotated[Path, typer.Argument(help="A configuration of memopd train.")],
     student: Annotated[str | None, typer.Option(help="Another student than the configuration's.")] = None,
-    teacher: Annotated[str | None, typer.Option(help="Another teacher.")] = None,
+    teacher: Annotated[str | None, typer.Option(help="Another teacher, without the configuration's adapter.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Another Parquet file of tasks.")] = None,
     index: Annotated[str | None, typer.Option(help="Another index.")] = None,
     budget: Annotated[int | None, typer.Option(help="Another number of rows per pack.", min=1)] = None,
@@ -399,6 +399,7 @@ def bench_step(
     from memopd.config import load_config
 
     named = {"model.student": student, "model.teacher": teacher, "tasks.train": tasks, "tasks.index": index,
+             "model.teacher_adapter": None if teacher is None else "",
              "optimise.budget": None if budget is None else str(budget)}  # fmt: skip
     settings = load_config(config, {name: value for name, value in named.items() if value is not None})
     chosen_arms = chosen(arms, "arm", STEP_ARMS)

@@ -88,6 +88,8 @@ def run_peers(
         error, why = errors.get(name, (float("nan"), ""))
         arms.append(PeerArm(name, m.rows, m.build, m.seconds, m.spread, m.peak, error, m.note or why))
     others = [a for a in arms if a.name != OURS and a.seconds == a.seconds]
+    if not others:
+        raise ValueError(f"{shape} × {batch}: no other arm ran: {arms[0].note}")
     return PeersResult(
         shape, batch, len(calls), sum(len(c.completion) for c in calls), tokens, checkpointing, check_name,
         min(others, key=lambda a: a.seconds).name, tuple(arms), NOT_RUN,
@@ -139,18 +141,27 @@ def _measure(model: Any, episodes: Sequence[Episode], repeats: int, warmup: int)
             for _ in range(warmup):
                 arm.peak, _ = _step(model, ready)
             arm.peak = max(0, arm.peak - weights)  # the gradients
-        except (ImportError, ValueError, torch.OutOfMemoryError) as why:
-            arm.note = str(why).split("\n")[0][:90]
-            arm.builds = []
+        except Exception as why:  # others' code may raise anything; the other arms are measured all the same
+            arm.note, arm.builds = _line(why), []
         _tidy(model)
     for _ in range(1 + repeats):
         for arm in taken.values():
-            if arm.ready is not None and not arm.note:
+            if arm.ready is None or arm.note:
+                continue
+            try:
                 arm.times.append(_step(model, arm.ready)[1])
+            except Exception as why:
+                arm.note, arm.builds, arm.times = _line(why), [], []
+                _tidy(model)
     _tidy(model)
     for arm in taken.values():
         arm.times = arm.times[1:]  # in the first round the allocator still looks for room
     return taken
+
+
+def _line(error: Exception) -> str:
+    """Why an arm did not run. Some errors, such as assertions, have no text."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:90]
 
 
 def _step(model: Any, ready: Ready) -> tuple[int, float]:
@@ -206,5 +217,5 @@ def _error(model: Any, name: str, episodes: Sequence[Episode], alone: Tensor) ->
         ready = ARMS[name][0](model, episodes)
         model.set_attn_implementation(ready.attention)
         return float((ready.logprobs() - alone).abs().max()), ""
-    except (ImportError, ValueError, torch.OutOfMemoryError) as why:
-        return float("nan"), str(why).split("\n")[0][:90]
+    except Exception as why:
+        return float("nan"), _line(why)

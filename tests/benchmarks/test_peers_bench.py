@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,34 @@ def test_arms_that_are_installed_are_measured_and_others_say_so(small, tmp_path)
     assert result.baseline != "MemOPD"
     assert "torch>=2.9.1,<2.11" in json.loads(done.stdout)["not_run"]["AReaL 1.0.4"]
     assert "| MemOPD |" in markdown(tables_of([result])[0])
+
+
+def test_an_arm_that_fails_is_named_and_the_others_are_measured(small, monkeypatch):
+    """While it is built, with an error without text, and in a round, as when memory runs out."""
+    calls = []
+
+    def split(model, episodes):
+        ready = peer_arms.split(model, episodes)
+
+        def logprobs():
+            calls.append(0)
+            if len(calls) > 4:  # the check, two to warm up, and the round that is not counted
+                raise RuntimeError("CUDA error\n and what else it says")
+            return ready.logprobs()
+
+        return replace(ready, logprobs=logprobs)
+
+    def merged(model, episodes):
+        raise AssertionError
+
+    arms = {"split rows": split, "merged rows": merged, "another": peer_arms.split, "MemOPD": peer_arms.memopd}
+    for module in (peers, peer_arms):
+        monkeypatch.setattr(module, "ARMS", {name: (build, None) for name, build in arms.items()})
+    models = [shapes.random_model("tiny", torch.float32, "cpu") for _ in range(2)]
+    result = peers.run_peers(*models, "itself", shapes.episodes_of("q2"), "q2", 1, repeats=1)
+    assert [a.note for a in result.arms] == ["CUDA error", "AssertionError", "", ""]
+    assert [math.isnan(a.seconds) for a in result.arms] == [True, True, False, False]
+    assert result.baseline == "another"
 
 
 @pytest.mark.parametrize("name", [n for n, (_, module) in peer_arms.ARMS.items() if module])

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from benchmarks import step_arm
+from benchmarks import step, step_arm
+from benchmarks.__main__ import app
 from benchmarks.drift import ALONE, PACKED, REPLAYED, compared, run_drift
 from benchmarks.output import markdown
 from benchmarks.step import result_of, run_step, settings_of, source_tree
@@ -48,6 +50,15 @@ def test_arms_differ_in_sharing_and_adapters_alone():
     assert (lora.optimise.share, lora.lora.rank, lora.model.adapter) == (True, 16, "")
     assert full.optimise.mini_batch == 6
     assert full.optimise.lr == full.optimise.critic_lr == 0
+
+
+def test_another_teacher_does_not_get_the_adapter_of_the_configurations(tmp_path, monkeypatch):
+    (tmp_path / "c.toml").write_text('[model]\nteacher = "a"\nteacher_adapter = "adapter-of-a"\n')
+    seen = []
+    monkeypatch.setattr(step, "run_step", lambda config, *_: seen.append(config.model) or [])
+    for more in ([], ["--teacher", "b"]):
+        CliRunner().invoke(app, ["step", str(tmp_path / "c.toml"), "--json", *more], catch_exceptions=False)
+    assert [(m.teacher, m.teacher_adapter) for m in seen] == [("a", "adapter-of-a"), ("b", "")]
 
 
 def test_a_source_tree_is_a_folder_or_a_commit():

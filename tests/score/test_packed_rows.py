@@ -101,6 +101,14 @@ def test_tokens_between_that_were_read_and_not_sampled(model):
         assert (a[sampled == 0] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16])
+def test_masks_of_any_type(model, dtype):
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, PAD]])
+    mask, sampled = (ids != PAD).long(), torch.tensor([[0, 1], [1, 0]])
+    expected = packed_rows(model, ids, mask, 2, sampled)
+    assert all(map(torch.equal, packed_rows(model, ids, mask.to(dtype), 2, sampled.to(dtype)), expected))
+
+
 def test_rows_without_a_sampled_token_are_zeros_that_have_a_gradient(model):
     ids, mask = torch.tensor([[5, 6, 7, PAD], [5, 6, 8, 9]]), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     both = packed_rows(model, ids, mask, 2)

@@ -83,7 +83,7 @@ def _bools(mask: Tensor, name: str) -> Bools:
     values = mask.detach().cpu()
     if not ((values == 0) | (values == 1)).all():
         raise ValueError(f"{name} must hold only 0 and 1")
-    return values.numpy().astype(np.bool_)
+    return (values == 1).numpy()
 
 
 def _calls(ids: NDArray[Any], mask: Bools, wanted: Bools) -> tuple[list[Call], Bools]:
