@@ -172,7 +172,7 @@ def _measure(part: Part, s: Evaluation, played: TasksConfig, engine: Any, tokeni
     environment, memory = build_parts(played, tokenizer, index)
     sampling = Sampling(temperature=s.temperature, top_p=s.top_p, max_tokens=s.max_tokens)
     agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, part.memory)
-    return measure_outcomes(agent.graded(repeat(tasks, s.samples), part.seed), tasks)
+    return measure_outcomes(agent.graded(repeat(tasks, s.samples), part.seed, frees_model=False), tasks)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A tiny model in float64, a token per character. An action has as many tokens as 
 
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from memopd.agent import Agent, Observation
 from memopd.agent.memory import Mem1
 from memopd.engine import Request
 from memopd.engine.local import LocalEngine
+from memopd.engine.local import engine as engine_module
 from memopd.engine.local.cache import Cache
 from memopd.engine.local.sequence import SampledSequence
+from memopd.models.attention import sampling_attention
 from memopd.types import Sampling, StopReason
 from memopd.verify.families import tiny_model
 
@@ -286,3 +289,23 @@ def test_an_engine_that_closes_ends_the_play(model):
     with pytest.raises(ValueError, match="this engine is closed"):
         list(agent(engine, Closes()).play(tasks(1, 3)))
     assert nothing_is_open(engine)
+
+
+def test_the_model_stays_with_the_engine_if_nobody_uses_it_between_episodes(model, monkeypatch):
+    """The engine enters its attention once instead of once per end of an episode, and samples the same."""
+    entered = []
+
+    @contextmanager
+    def counted(model):
+        entered.append(model)
+        with sampling_attention(model):
+            yield
+
+    monkeypatch.setattr(engine_module, "sampling_attention", counted)
+    free = [e for e, _ in agent(Engine(model)).graded(tasks(*SIZES))]
+    assert len(entered) > 2
+    entered.clear()
+    kept = [e for e, _ in agent(Engine(model)).graded(tasks(*SIZES), frees_model=False)]
+    assert len(entered) == 1
+    assert bits(kept) == bits(free)
+    assert model(torch.tensor([[1]])) is not None  # the model is free again

@@ -80,8 +80,14 @@ class Agent:
         for episode, _ in self.graded(tasks, seed):
             yield episode
 
-    def graded(self, tasks: Iterable[Task | tuple[str, Task]], seed: int = 0) -> Iterator[tuple[Episode, Outcome]]:
-        """Yields episodes with the outcomes that the environment's `grade` returns for them."""
+    def graded(
+        self, tasks: Iterable[Task | tuple[str, Task]], seed: int = 0, frees_model: bool = True
+    ) -> Iterator[tuple[Episode, Outcome]]:
+        """Yields episodes with the outcomes that the environment's `grade` returns for them.
+
+        You may use the engine's model between two episodes. If you do not, `frees_model=False` saves the engine some
+        milliseconds for each.
+        """
         waiting = iter(tasks)
         live: dict[Request, _Live] = {}  # by the open request of each episode
         with open_session(self.engine) as session:
@@ -94,7 +100,8 @@ class Agent:
                 self._advance(episodes)
                 live |= self._submit(session, [e for e in episodes if e.ended is None])
                 if finished := [e for e in episodes if e.ended is not None]:
-                    session.pause()  # who gets the episodes may use the model
+                    if frees_model:
+                        session.pause()
                     for episode in finished:
                         yield self._finished(episode, seed)
 

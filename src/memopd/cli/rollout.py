@@ -380,7 +380,7 @@ def sampled(play: Play, tokenizer: Any) -> Callable[[list[tuple[str, Any]], int]
 def played(agent: Any, pairs: list[tuple[str, Any]], seed: int) -> Iterator[Any]:
     """Yield episodes with their outcomes, then close the engine."""
     try:
-        yield from agent.graded(pairs, seed)
+        yield from agent.graded(pairs, seed, frees_model=False)
     finally:
         if hasattr(agent.engine, "close"):
             agent.engine.close()

@@ -258,7 +258,8 @@ def _apply(model: Any, blocks: _Blocks) -> None:
 def eval_mode(model: Any) -> Iterator[None]:
     """Eval mode inside the block. Restores each module, because a trainer may keep parts of its model in eval mode."""
     training = [m for m in model.modules() if m.training]
-    model.eval()
+    for module in training:
+        module.training = False
     try:
         yield
     finally:

@@ -49,7 +49,7 @@ class SamplingCopy:
         for group in _groups(source, adapter):
             _join([base_of(layer) for layer in group], _room(group, adapter))
         shared = {id(t): t for t in (*source.parameters(), *source.buffers())}
-        self.model = deepcopy(source, shared).eval()  # so that the copies of modules hold the very tensors
+        self.model = deepcopy(source, shared)  # so that the copies of modules hold the very tensors
         self._casts: list[Tensor] = []
         self._weights: list[Tensor] = []
         for parent in list(self.model.modules()):
@@ -59,6 +59,7 @@ class SamplingCopy:
         for name, layer in [(n, m) for n, m in self.model.named_modules() if isinstance(m, LoraLinear)]:
             parent, _, attribute = name.rpartition(".")
             setattr(self.model.get_submodule(parent), attribute, self._beside([layer], adapter))
+        self.model.eval()  # the new modules too
 
     def _replace_group(
         self, parent: nn.Module, names: Sequence[str], group: Sequence[Any], adapter: str | None

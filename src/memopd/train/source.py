@@ -118,7 +118,7 @@ class Sampler:
 
     def _play(self, pairs: Sequence[tuple[str, Task]]) -> list[Graded]:
         """This rank's share of the episodes."""
-        return list(self.agent.graded(ranks.share(pairs), self.config.run.seed))
+        return list(self.agent.graded(ranks.share(pairs), self.config.run.seed, frees_model=False))
 
     def _together(self, pairs: Sequence[tuple[str, Task]], mine: list[Graded]) -> list[Graded]:
         """The episodes of all ranks, in the order of `pairs`."""
