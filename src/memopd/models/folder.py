@@ -18,6 +18,7 @@ import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from memopd.files import read_object
 
@@ -73,6 +74,15 @@ def check_model_files(folder: Path) -> None:
     for file in sorted(set(files.values())):
         if not (folder / file).is_file():
             raise ValueError(f"{folder / file}: missing, but {INDEX} names it: copy it again")
+
+
+def check_no_adapter(path: str) -> None:
+    """transformers would add an adapter that lies beside a model without being asked to."""
+    if find_adapter_config_file(path) is not None:
+        raise ValueError(
+            f"{path}: has an adapter beside the model (adapter_config.json): move the adapter's files to a folder of "
+            "their own, which --adapter or model.adapter names"
+        )
 
 
 def check_config(file: Path | str, config: Mapping[str, Any]) -> None:

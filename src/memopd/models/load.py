@@ -17,6 +17,7 @@ from memopd.models.folder import (
     check_config,
     check_loaded,
     check_model_files,
+    check_no_adapter,
     check_on_hub,
     check_tokenizer_files,
     explained,
@@ -50,6 +51,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
     else:
         check_on_hub(path)
         check_config(f"{path}/{CONFIG}", transformers.PreTrainedConfig.get_config_dict(path)[0])
+    check_no_adapter(path)
     with explained(path, f"{path}/{CONFIG}", partial(transformers.AutoConfig.from_pretrained, path)):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, trust_remote_code=False,
