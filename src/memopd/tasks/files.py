@@ -290,7 +290,7 @@ def _hub_name(path: str) -> tuple[str, str, str]:
 
 
 def _task(row: Row, number: int, source: str) -> Task | None:
-    if "reward_model" not in row:
+    if row.get("reward_model") is None:
         question = question_of(row, number)
         if question is None:
             return None
