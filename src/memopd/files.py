@@ -208,7 +208,9 @@ def json_value(path: Path) -> Any:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return json.loads(file.read().decode("utf-8-sig"))
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}; is the file cut off or damaged?") from None
+        lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+        why = "a file of lines must end in .jsonl or .jsonl.gz" if lines else "is the file cut off or damaged?"
+        raise ValueError(f"{path}: cannot be read as JSON: {error}; {why}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -160,6 +160,12 @@ def test_nulls_are_columns_of_other_rows(tmp_path):
     assert {(title, text) for _, title, text in read_passages(path)} == {FILM, ACTRESS, OTHER}
 
 
+def test_lines_in_a_json_file_are_recognised(tmp_path):
+    path = saved(tmp_path / "q.jsonl", [HOTPOTQA, TWO_WIKI]).rename(tmp_path / "q.json")
+    with pytest.raises(ValueError, match=r"q\.json: cannot be read as JSON: .*; a file of lines must end in \.jsonl"):
+        read_questions(path)
+
+
 def test_a_cut_file_is_named(tmp_path):
     (tmp_path / "q.json").write_text('[{"_id": ')
     with pytest.raises(ValueError, match=r"q\.json: cannot be read as JSON"):
