@@ -79,9 +79,9 @@ def _by_name(
     for name, asked in read_sets(paths, source, skip_bad, ids_of(split, part)):
         sets.setdefault(name, []).extend(asked)
     for name, asked in sets.items():
-        ids = [q.id for q in asked]
-        if len(set(ids)) < len(ids):
-            raise ValueError(f"{name}: question {max(ids, key=ids.count)!r} occurs twice; give its file once")
+        ids = Counter(q.id for q in asked)
+        if len(ids) < len(asked):
+            raise ValueError(f"{name}: question {ids.most_common(1)[0][0]!r} occurs twice; give its file once")
     sets = {name: asked[:limit] for name, asked in sets.items() if asked}
     if not sets:
         of_part = f" in part {part!r} of {split}" if split else ""

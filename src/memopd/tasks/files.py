@@ -15,6 +15,7 @@ import json
 import logging
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -185,7 +186,7 @@ def write_tasks(path: str | Path, tasks: Iterable[Task], prompt_of: Callable[[Ta
     rows = [_written(index, task, prompt_of(task)) for index, task in enumerate(tasks)]
     ids = [row["extra_info"]["id"] for row in rows]
     if len(set(ids)) < len(ids):
-        twice = max(ids, key=ids.count)
+        twice = Counter(ids).most_common(1)[0][0]
         raise ValueError(
             f"{path}: task {twice!r} occurs twice; give the data sets different names, because task ids begin with them"
         )
