@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tokenizers
 import torch
@@ -18,7 +18,6 @@ import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from memopd.files import read_object
 
@@ -59,6 +58,8 @@ def check_on_hub(name: str) -> None:
 def check_model_files(folder: Path) -> None:
     """The files that transformers reads for a model, except for the weights themselves."""
     check_config(folder / CONFIG, read_object(folder / CONFIG))
+    if (folder / "adapter_config.json").is_file():
+        refuse_adapter(folder)
     if (generation := folder / "generation_config.json").is_file():
         ends = read_object(generation).get("eos_token_id")
         if not all(isinstance(i, int | None) for i in (ends if isinstance(ends, list) else [ends])):
@@ -76,13 +77,12 @@ def check_model_files(folder: Path) -> None:
             raise ValueError(f"{folder / file}: missing, but {INDEX} names it: copy it again")
 
 
-def check_no_adapter(path: str) -> None:
-    """transformers would add an adapter that lies beside a model without being asked to."""
-    if find_adapter_config_file(path) is not None:
-        raise ValueError(
-            f"{path}: has an adapter beside the model (adapter_config.json): move the adapter's files to a folder of "
-            "their own, which --adapter or model.adapter names"
-        )
+def refuse_adapter(path: Path | str) -> NoReturn:
+    """transformers adds an adapter that is beside a model without being asked to."""
+    raise ValueError(
+        f"{path}: has an adapter beside the model (adapter_config.json): move the adapter's files to a folder of their "
+        "own, which --adapter or model.adapter names"
+    )
 
 
 def check_config(file: Path | str, config: Mapping[str, Any]) -> None:

@@ -17,12 +17,12 @@ from memopd.models.folder import (
     check_config,
     check_loaded,
     check_model_files,
-    check_no_adapter,
     check_on_hub,
     check_tokenizer_files,
     explained,
     explained_tokenizer,
     is_folder,
+    refuse_adapter,
 )
 
 
@@ -51,7 +51,6 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
     else:
         check_on_hub(path)
         check_config(f"{path}/{CONFIG}", transformers.PreTrainedConfig.get_config_dict(path)[0])
-    check_no_adapter(path)
     with explained(path, f"{path}/{CONFIG}", partial(transformers.AutoConfig.from_pretrained, path)):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, trust_remote_code=False,
@@ -59,6 +58,8 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
         )  # fmt: skip
     model, report = loaded
     check_loaded(path, report)
+    if hasattr(model, "peft_config"):  # of a hub name, whose files are not seen before
+        refuse_adapter(path)
     return model
 
 
