@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from memopd.files import check_digests, digests, json_lines, remove_leftovers, whole, whole_folder, write_digests
 
@@ -274,6 +276,16 @@ def test_a_file_system_without_locks_keeps_leftovers(tmp_path, monkeypatch):
     with whole(tmp_path / "x") as partial:
         partial.write_text("all of it")
     assert sorted(p.name for p in tmp_path.iterdir()) == [f".memopd-{'0' * 32}", "x"]
+
+
+def test_files_of_safetensors_are_as_readable_as_others(tmp_path):
+    (tmp_path / "usual").touch()
+    with whole(tmp_path / "alone.safetensors") as partial:
+        save_file({"a": torch.ones(2)}, partial)
+    with whole_folder(tmp_path / "model") as folder:
+        save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    modes = {file.stat().st_mode for file in tmp_path.rglob("*") if file.is_file()}
+    assert modes == {(tmp_path / "usual").stat().st_mode}
 
 
 def test_a_folder_replaces_another_or_is_refused(tmp_path):

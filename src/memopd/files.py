@@ -9,7 +9,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -32,6 +32,7 @@ def whole(path: Path, durable: bool = False) -> Iterator[Path]:
     with temporary_folder(path.parent) as folder:
         temporary = folder / path.name
         yield temporary
+        _readable(folder, [temporary])
         if durable:
             sync(temporary)
         temporary.replace(path)
@@ -49,9 +50,20 @@ def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
         temporary = folder / path.name
         temporary.mkdir()
         yield temporary
+        _readable(folder, temporary.rglob("*"))
         if replace and path.exists():
             path.rename(folder / f"{path.name}.old")  # not removed in place: a kill would leave half of it
         temporary.rename(path)
+
+
+def _readable(made: Path, files: Iterable[Path]) -> None:
+    """Give files the permissions that new ones have here, as the folder `made` got them: safetensors lets their owner
+    alone read its files, and a policy server may be another user."""
+    mode = made.stat().st_mode & 0o666
+    with suppress(OSError):  # a file system without permissions
+        for file in files:
+            if file.is_file():
+                file.chmod(mode)
 
 
 @contextmanager
@@ -208,7 +220,9 @@ def json_value(path: Path) -> Any:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return json.loads(file.read().decode("utf-8-sig"))
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}; is the file cut off or damaged?") from None
+        lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+        why = "a file of lines must end in .jsonl or .jsonl.gz" if lines else "is the file cut off or damaged?"
+        raise ValueError(f"{path}: cannot be read as JSON: {error}; {why}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

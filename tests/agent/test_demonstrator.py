@@ -8,7 +8,17 @@ from typer.testing import CliRunner
 
 from memopd.agent import Ask, Piece
 from memopd.agent.codec import codec_of
-from memopd.agent.demonstrator import NOT_FOUND, NOT_NAMED, NOT_SAID, clause, contains, demonstrate, keywords
+from memopd.agent.demonstrator import (
+    NO_ROOM,
+    NOT_FOUND,
+    NOT_NAMED,
+    NOT_READ,
+    NOT_SAID,
+    clause,
+    contains,
+    demonstrate,
+    keywords,
+)
 from memopd.agent.memory import Mem1
 from memopd.agent.protocol import documents_of
 from memopd.cli import app
@@ -52,7 +62,7 @@ def folder(tmp_path_factory):
 def played(folder, questions, horizons=(1,), **settings):
     made = {}
     tokenizer = load_tokenizer(TOKENIZER)
-    config = TasksConfig(max_context=8192, **settings)
+    config = TasksConfig(**{"max_context": 8192, **settings})
     index = open_index(folder / "index")
     episodes = list(demonstrate({"set": questions}, horizons, index, tokenizer, made, config))
     return episodes, made["set"], codec_of(tokenizer).decode
@@ -138,6 +148,25 @@ def test_what_was_not_found_is_not_answered(folder, question, reason):
     episodes, made, _ = played(folder, [question])
     assert not episodes
     assert dict(made.failures) == {reason: 1}
+
+
+def test_an_episode_that_ends_before_its_answer_has_a_reason(folder):
+    (episode,), *_ = played(folder, [ONE])
+    room = len(episode.calls[1].prompt)  # for the question, but not for what its search finds
+    episodes, made, _ = played(folder, [ONE], max_context=room)
+    assert not episodes
+    assert dict(made.failures) == {NO_ROOM: 1}
+
+
+def test_an_answer_that_the_tokenizer_changes_has_a_reason(folder):
+    class Lossy(type(load_tokenizer(TOKENIZER))):
+        def decode(self, *arguments, **options):
+            return super().decode(*arguments, **options).replace("Oskel</answer>", "?</answer>")
+
+    made = {}
+    index, tokenizer = open_index(folder / "index"), Lossy.from_pretrained(TOKENIZER)
+    assert not list(demonstrate({"set": [BARE]}, (1,), index, tokenizer, made, TasksConfig(max_context=8192)))
+    assert dict(made["set"].failures) == {NOT_READ: 1}
 
 
 def test_yes_and_no_only_when_asked(folder):
@@ -246,4 +275,11 @@ def test_nothing_solved_is_an_error(folder, tmp_path):
     wrong = rows(tmp_path / "wrong.jsonl", Question("wrong", "Who made Thing 3?", ("Ann",), supporting=("x3",)))
     done = memopd_demonstrate(folder, wrong, "-o", tmp_path / "store", "--max-context", 8192)
     assert "none of the questions could be solved" in str(done.exception)
+    assert f"{NOT_SAID}: 1" in str(done.exception)
     assert not (tmp_path / "store").exists()
+
+
+def test_too_few_solved_questions_for_a_task_is_an_error_of_its_own(folder, tmp_path):
+    one = rows(tmp_path / "one.jsonl", ONE, BARE)
+    done = memopd_demonstrate(folder, one, "-o", tmp_path / "store", "-k", "3", "--max-context", 8192)
+    assert "-k 3: 2 questions were solved alone" in str(done.exception)

@@ -50,6 +50,12 @@ def test_other_vocabularies_decode_token_by_token():
     assert vocabulary_bytes(tokenizer, 3) == [b"a", b"b", b"?"]
 
 
+def test_ids_above_those_that_a_tokenizer_leaves_out():
+    made = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 5}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert vocabulary_bytes(tokenizer, 7) == [b"?", b"a", b"", b"", b"", b"b", b""]
+
+
 @pytest.mark.parametrize(
     ("stop", "tokens", "ends"),
     [

@@ -259,6 +259,8 @@ def test_another_base(folder, copy, tmp_path):
         (("embed_tokens",), "lora.targets: model.embed_tokens cannot be adapted"),
         (("self_attn",), r"lora.targets: model.layers.0.self_attn cannot be adapted: only linear layers"),
         (("q_proj", "nothing"), "lora.targets: Qwen2ForCausalLM has no layer 'nothing'"),
+        ((), "lora.targets: name linear layers, or all-linear alone"),
+        (("all-linear", "q_proj"), "lora.targets: name linear layers, or all-linear alone"),
     ],
 )
 def test_targets_that_cannot_be_adapted_are_refused(targets, line):

@@ -131,6 +131,7 @@ WEIGHTS = {
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         "has no weights (no model.safe",
     ),
+    "an adapter": (content("adapter_config.json", "{}"), "has an adapter beside the model"),
     "an index that is a list": (index([]), "model.safetensors.index.json: must be a JSON object, is a list"),
     "an index of nothing": (index({}), "model.safetensors.index.json: has no weight_map"),
     "an index of a list": (index({"weight_map": [1]}), "model.safetensors.index.json: has no weight_map"),

@@ -141,6 +141,15 @@ def test_a_missing_model(missing, folder, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_has_moved(folder, tmp_path):
+    model = Path(tiny_encoder(tmp_path / "tiny-e5"))
+    build_index(folder.parent / "corpus.jsonl", tmp_path / "index", "hybrid", str(model))
+    moved = str(model.rename(tmp_path / "moved-e5"))
+    with pytest.raises(ValueError, match=r"its embedding model was in .*/tiny-e5, where it is no more: put it back"):
+        open_index(tmp_path / "index")
+    assert open_index(tmp_path / "index", moved).search([PASSAGES[0].text], 1)[0]
+
+
 def test_the_model_belongs_to_the_kind(folder, tmp_path):
     for kind, model in (("dense", None), ("lexical", "any")):
         with pytest.raises(ValueError, match="--model"):

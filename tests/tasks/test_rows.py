@@ -136,7 +136,8 @@ def test_nq_open(tmp_path):
         ("q.json", {"data": [{"paragraphs": 3}]}, "data.paragraphs: must be a list of objects, got 3"),
         ("q.json", [{**HOTPOTQA, "context": [["a"]]}], r"q\.json: item 0: context: must be a list of pairs"),
         ("q.json", [{**HOTPOTQA, "context": [["a", "b"]]}], "context: must be a list of titles with sentences"),
-        ("q.json", [{**HOTPOTQA, "answer": None}], "item 0: answer: must be a list of strings"),
+        ("q.json", [{**HOTPOTQA, "answer": None}], "item 0: answer: missing; published test sets have none"),
+        ("q.json", [{**HOTPOTQA, "answer": 3}], "item 0: answer: must be a list of strings"),
         ("q.jsonl", [{**MUSIQUE, "paragraphs": [{"title": "a"}]}], "line 1: paragraphs: paragraph_text: must be a str"),
         ("q.jsonl", [unlabelled(MUSIQUE)], "line 1: answer: missing; published test sets have none"),
         ("q.json", [unlabelled(TWO_WIKI)], "item 0: answer: missing; published test sets have none"),
@@ -146,6 +147,23 @@ def test_nq_open(tmp_path):
 def test_a_malformed_row_is_named(tmp_path, name, value, message):
     with pytest.raises(ValueError, match=message):
         read_questions(saved(tmp_path / name, value))
+
+
+def test_nulls_are_columns_of_other_rows(tmp_path):
+    """As in a table that joins data sets."""
+    nulls = dict.fromkeys({**HUB, **MUSIQUE, "golden_answers": 0, "metadata": 0, "reward_model": 0})
+    plain = {"id": "x", "question": "who", "golden_answers": ["Oskel"]}
+    rows = [{**nulls, **row} for row in (HUB, MUSIQUE, plain)]
+    path = saved(tmp_path / "q.jsonl", rows)
+    one, two, three = read_questions(path)
+    assert (one, two.supporting, three) == (EXPECTED, GOLD, Question("x", "who", ("Oskel",)))
+    assert {(title, text) for _, title, text in read_passages(path)} == {FILM, ACTRESS, OTHER}
+
+
+def test_lines_in_a_json_file_are_recognised(tmp_path):
+    path = saved(tmp_path / "q.jsonl", [HOTPOTQA, TWO_WIKI]).rename(tmp_path / "q.json")
+    with pytest.raises(ValueError, match=r"q\.json: cannot be read as JSON: .*; a file of lines must end in \.jsonl"):
+        read_questions(path)
 
 
 def test_a_cut_file_is_named(tmp_path):

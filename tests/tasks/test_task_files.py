@@ -170,6 +170,15 @@ WHO, WHEN = Question("0.0", "who?", ("Oskel",)), Question("0.1", "when?", ("1871
             verl([["Oskel"], ["1871"]], "Questions: who?; when?\nContext: Oskel founded it. Why? In 1871."),
             Task("nq-q2-0", (WHO, WHEN), "nq"),
         ),
+        # They may speak of a question themselves; documents before the questions are only that.
+        (
+            verl([["Oskel"]], "Question: who founded it?\nContext: Why, is the question: how? Context: Who?"),
+            Task("nq-q1-0", (Question("0", "who founded it?", ("Oskel",)),), "nq"),
+        ),
+        (
+            verl([["Oskel"]], "Answer the question:\nContext: Oskel founded it. Why?\nQuestion: who?"),
+            Task("nq-q1-0", (Question("0", "who?", ("Oskel",)),), "nq"),
+        ),
         # MEM1's files of single questions have the answer alone.
         (
             verl("Oskel", "Question: who?\n"),

@@ -81,6 +81,14 @@ def test_oracle_needs_steps(small):
         list(demonstrate([task], small.index, small.tokenizer, "mem1"))
 
 
+def test_guesses_need_no_steps(small):
+    """Published sets have comparisons, too, but not the searches that answer them."""
+    pairs = [("t", Task("t", (Question("q", "Which is longer, the Velm or the Oder?", ("Oder",), "comparison"),)))]
+    guesser = Guesser(pairs, small.tokenizer, [Question("0", "Which is longer?", ("the Oder",))])
+    agent = Agent(guesser, SearchEnvironment(small.index), Mem1(), small.tokenizer)
+    assert [e.reward for e in agent.play(pairs)] == [1.0]
+
+
 def test_who_never_searches_scores_nothing(large):
     known = large.world.questions["train"]
     for kind in ("one-hop", "bridge", "comparison"):

@@ -24,7 +24,6 @@ from typing import Any
 
 from memopd.agent.agent import Agent
 from memopd.agent.codec import codec_of
-from memopd.agent.environment import Outcome
 from memopd.agent.parts import build_parts
 from memopd.agent.protocol import read_action
 from memopd.config import TasksConfig
@@ -45,6 +44,8 @@ NOT_NAMED = "nothing named the next gold passage"
 NOT_REACHED = "a gold passage that was named was not found"
 NO_TURNS = "the turns ran out before all gold passages were found"
 NOT_SAID = "the gold passages do not contain the answer"
+NO_ROOM = "the prompts became longer than the most tokens per prompt"
+NOT_READ = "the answer reads differently after the tokenizer"
 
 # Words that say nothing about what a question is about.
 _EMPTY_WORDS = """
@@ -319,6 +320,7 @@ def demonstrate(
     for source, questions in sets.items():
         of_set = made[source] = Made(len(questions))
         solved, alone = [], group(questions, 1, source)
+        player.engine.failures.clear()  # ids of another set may be the same
         of_set.with_gold = sum(any(id in player.engine.gold for id in q.supporting) for q in questions)
         for task, episode in player.correct(progress(f"{source}, alone", _batches(alone))):
             solved.append(task.questions[0])
@@ -354,11 +356,13 @@ class _Player:
         for batch in batches:
             self.engine.begin(batch)
             played = {episode.id: (episode, outcome) for episode, outcome in agent.graded(batch, self.seed)}
-            yield from ((task, played[task.id][0]) for task in batch if _is_correct(task, played[task.id][1]))
-
-
-def _is_correct(task: Task, outcome: Outcome) -> bool:
-    return outcome.em == task.k
+            for task in batch:
+                episode, outcome = played[task.id]
+                if outcome.em == task.k:
+                    yield task, episode
+                    continue
+                for question in task.questions:  # the demonstrator itself noticed no failure
+                    self.engine.failures.setdefault(question.id, NOT_READ if outcome.valid else NO_ROOM)
 
 
 def _batches(tasks: Sequence[Task]) -> list[Sequence[Task]]:

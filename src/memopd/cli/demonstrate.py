@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,9 +61,7 @@ def demonstrate(
     )
     first = next(episodes, None)
     if first is None:
-        raise ValueError(
-            f"{index}: none of the questions could be solved with this index; does it have their passages?"
-        )
+        raise ValueError(_nothing(index, k, made))
     write_episodes(output, chain([first], episodes))
     if as_json:
         print(json.dumps({name: of_set.as_dict() for name, of_set in made.items()}))
@@ -79,14 +79,29 @@ def _by_name(
     for name, asked in read_sets(paths, source, skip_bad, ids_of(split, part)):
         sets.setdefault(name, []).extend(asked)
     for name, asked in sets.items():
-        ids = [q.id for q in asked]
-        if len(set(ids)) < len(ids):
-            raise ValueError(f"{name}: question {max(ids, key=ids.count)!r} occurs twice; give its file once")
+        ids = Counter(q.id for q in asked)
+        if len(ids) < len(asked):
+            raise ValueError(f"{name}: question {ids.most_common(1)[0][0]!r} occurs twice; give its file once")
     sets = {name: asked[:limit] for name, asked in sets.items() if asked}
     if not sets:
         of_part = f" in part {part!r} of {split}" if split else ""
         raise ValueError(f"{', '.join(paths)}: no questions{of_part}")
     return sets
+
+
+def _nothing(index: str, k: str, made: Mapping[str, Made]) -> str:
+    """Why there is no episode at all."""
+    if solved := sum(of_set.solved for of_set in made.values()):
+        return (
+            f"-k {k}: {solved} questions were solved alone, but no task of so many: it needs k solved questions of one "
+            "data set, and what is noted of them must fit into --max-context"
+        )
+    reasons = _reasons(sum((of_set.failures for of_set in made.values()), Counter()))
+    return f"{index}: none of the questions could be solved with this index ({reasons}); does it have their passages?"
+
+
+def _reasons(failures: Counter[str]) -> str:
+    return ", ".join(f"{reason}: {count:,}" for reason, count in failures.most_common())
 
 
 def _show(output: Path, made: dict[str, Made], horizons: list[int]) -> None:
@@ -102,7 +117,7 @@ def _show(output: Path, made: dict[str, Made], horizons: list[int]) -> None:
         table.add_row(escape(name), f"{m.questions:,}", f"{m.solved:,}", *kept, f"{m.calls:,}", f"{m.tokens:,}")
     out.print(table)
     for name, m in made.items():
-        reasons = ", ".join(f"{reason}: {count:,}" for reason, count in m.failures.most_common())
+        reasons = _reasons(m.failures)
         alone = m.questions - m.with_gold
         by_answers = f"; {alone:,} without gold passages in the index, by answers alone" if alone else ""
         if reasons or by_answers:

@@ -101,7 +101,8 @@ def stops_of(tokenizer: Any, size: int) -> Any:
 def vocabulary_bytes(tokenizer: Any, size: int) -> list[bytes]:
     """The bytes that every id adds to the text. Ids that the tokenizer does not know add none."""
     added = {i: token.content.encode() for i, token in tokenizer.added_tokens_decoder.items()}
-    tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
+    known = 1 + max(tokenizer.get_vocab().values(), default=-1)  # not its length: some leave out ids
+    tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, known))))
     kind = _decoders(tokenizer)
     texts = []
     for i, token in enumerate(tokens):

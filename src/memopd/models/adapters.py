@@ -201,6 +201,8 @@ def load_adapter(model: Any, folder: str, name: str = STUDENT, trainable: bool =
 
 def new_config(rank: int, alpha: float, targets: tuple[str, ...]) -> LoraConfig:
     """The settings of a new adapter. `targets` are names of layers, or all-linear."""
+    if not targets or ("all-linear" in targets and len(targets) > 1):
+        raise ValueError("lora.targets: name linear layers, or all-linear alone")
     names: Any = "all-linear" if targets == ("all-linear",) else list(targets)
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules=names)  # type: ignore[arg-type]  # it divides by r
 

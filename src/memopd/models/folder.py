@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tokenizers
 import torch
@@ -58,6 +58,8 @@ def check_on_hub(name: str) -> None:
 def check_model_files(folder: Path) -> None:
     """The files that transformers reads for a model, except for the weights themselves."""
     check_config(folder / CONFIG, read_object(folder / CONFIG))
+    if (folder / "adapter_config.json").is_file():
+        refuse_adapter(folder)
     if (generation := folder / "generation_config.json").is_file():
         ends = read_object(generation).get("eos_token_id")
         if not all(isinstance(i, int | None) for i in (ends if isinstance(ends, list) else [ends])):
@@ -73,6 +75,14 @@ def check_model_files(folder: Path) -> None:
     for file in sorted(set(files.values())):
         if not (folder / file).is_file():
             raise ValueError(f"{folder / file}: missing, but {INDEX} names it: copy it again")
+
+
+def refuse_adapter(path: Path | str) -> NoReturn:
+    """transformers adds an adapter that is beside a model without being asked to."""
+    raise ValueError(
+        f"{path}: has an adapter beside the model (adapter_config.json): move the adapter's files to a folder of their "
+        "own, which --adapter or model.adapter names"
+    )
 
 
 def check_config(file: Path | str, config: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from memopd.models.folder import (
     explained,
     explained_tokenizer,
     is_folder,
+    refuse_adapter,
 )
 
 
@@ -57,6 +58,8 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
         )  # fmt: skip
     model, report = loaded
     check_loaded(path, report)
+    if hasattr(model, "peft_config"):  # of a hub name, whose files are not seen before
+        refuse_adapter(path)
     return model
 
 

@@ -75,7 +75,13 @@ class DenseIndex:
         import faiss
 
         settings = read_info(folder).settings
-        model = model or str(settings["model"])
+        built_with = str(settings["model"])
+        if model is None and built_with.startswith("/") and not Path(built_with).is_dir():
+            raise ValueError(
+                f"{folder}: its embedding model was in {built_with}, where it is no more: put it back, or name where "
+                "it is with `memopd serve retrieval --model` and use that service"
+            )
+        model = model or built_with
         self._query, self._prefix = settings["query"], settings["passage"]
         try:
             self._index = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP)

@@ -15,6 +15,7 @@ import json
 import logging
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,7 @@ _SCHEMA = pa.schema(
 _HUB = "hub:"
 _ASKED = re.compile(r"\bquestions?:", re.IGNORECASE)  # the word before the questions in common prompts
 _CONTEXT = re.compile(r"(?:\n|(?<=\?))\s*Context:")  # the word before the documents in some of them
+_AFTER_ASKED = re.compile(r"(?<=\?)\s*Context:")  # the same, surely after the questions
 _BETWEEN = re.compile(r"(?<=\?);\s*")  # MEM1 joins questions, which end in "?", by "; "
 
 
@@ -185,7 +187,7 @@ def write_tasks(path: str | Path, tasks: Iterable[Task], prompt_of: Callable[[Ta
     rows = [_written(index, task, prompt_of(task)) for index, task in enumerate(tasks)]
     ids = [row["extra_info"]["id"] for row in rows]
     if len(set(ids)) < len(ids):
-        twice = max(ids, key=ids.count)
+        twice = Counter(ids).most_common(1)[0][0]
         raise ValueError(
             f"{path}: task {twice!r} occurs twice; give the data sets different names, because task ids begin with them"
         )
@@ -290,7 +292,7 @@ def _hub_name(path: str) -> tuple[str, str, str]:
 
 
 def _task(row: Row, number: int, source: str) -> Task | None:
-    if "reward_model" not in row:
+    if row.get("reward_model") is None:
         question = question_of(row, number)
         if question is None:
             return None
@@ -360,10 +362,14 @@ def _texts(row: Row, extra: Row, k: int) -> list[str]:
 def _after_instructions(prompt: Any) -> Iterator[str]:
     """What may be the questions in "<instructions> Questions: <questions>", the last place first.
 
-    MEM1's instructions speak of "the initial questions:" before "the following questions:". A context may follow.
+    MEM1's instructions speak of "the initial questions:" before "the following questions:". A context may follow, and
+    its documents may speak of a question, too: places in them come after all others.
     """
     messages = prompt if isinstance(prompt, list) else []
     contents = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
     if contents and isinstance(contents[-1], str):
-        for mark in reversed(list(_ASKED.finditer(contents[-1]))):
+        marks = list(_ASKED.finditer(contents[-1]))
+        context = _AFTER_ASKED.search(contents[-1], marks[0].end()) if marks else None
+        before = [mark for mark in marks if context is None or mark.start() < context.start()]
+        for mark in [*reversed(before), *reversed(marks[len(before) :])]:
             yield _CONTEXT.split(contents[-1][mark.end() :], maxsplit=1)[0]

@@ -30,6 +30,7 @@ _HOPS = re.compile(r"(\dhop)\d?_")  # MuSiQue's ids begin with the number of hop
 
 def question_of(row: Row, number: int) -> Question | None:
     """The question of a row, or None if it has no answer on purpose. `number` is its id if it has no other."""
+    row = _stated(row)
     if "golden_answers" in row or not {"answer", "answers"} & row.keys():
         if "golden_answers" not in row and {"context", "paragraphs"} & row.keys():
             raise ValueError("answer: missing; published test sets have none: use the train or dev set")
@@ -47,7 +48,7 @@ def question_of(row: Row, number: int) -> Question | None:
 
 def passages_in(row: Row) -> Iterator[tuple[str, str, str]]:
     """The id, title and text of each passage that comes with a question."""
-    for (title, text), _ in _context(row):
+    for (title, text), _ in _context(_stated(row)):
         yield passage_id(title, text), title, text
 
 
@@ -65,6 +66,11 @@ def squad_rows(articles: Any) -> Iterator[Row]:
         for paragraph in _dicts(article.get("paragraphs"), "data.paragraphs"):
             for row in _dicts(paragraph.get("qas"), "data.paragraphs.qas"):
                 yield {**row, "title": article.get("title", ""), "context": paragraph.get("context")}
+
+
+def _stated(row: Row) -> Row:
+    """A row without its nulls: in a table every row has every column, also those of other data sets."""
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _flashrag(row: Row) -> Question:

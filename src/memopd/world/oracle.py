@@ -144,7 +144,7 @@ class Guesser:
         return Completion(np.asarray(ids, np.int32), None, StopReason.STOP)
 
     def _guess(self, question: Question) -> str:
-        if question.kind == "comparison":
+        if question.kind == "comparison" and question.steps:
             return min((s.title for s in question.steps), key=question.text.find)
         words = frozenset(question.text.lower().split())
         return max(self.known, key=lambda known: len(words & known[0]) / len(words | known[0]), default=("", ""))[1]
