@@ -117,7 +117,8 @@ def divergence_from(
     with torch.no_grad():  # the teacher is frozen, even if its weights require gradients
         teacher_logits = _precise(teacher.logits(teacher_states)) / temperature
     shared = min(logits.shape[-1], teacher_logits.shape[-1])
-    return checked(divergence(logits[:, :shared], teacher_logits[:, :shared]), len(logits))
+    student = logits[:, :shared]
+    return checked(divergence(student, teacher_logits[:, :shared]), student)
 
 
 def _precise(x: Tensor) -> Tensor:
