@@ -330,7 +330,7 @@ def test_an_engine_between_a_checkpointed_forward_pass_and_its_backward_pass(pac
 
 
 def test_an_engine_that_starts_during_a_checkpointed_forward_pass(packed):
-    """It sets the model to eval mode on its thread. The backward pass still runs the layers again with our attention."""
+    """It sets the model to eval mode on its thread. The backward pass still runs the layers with our attention."""
     model, undisturbed = (tiny_model("llama", dtype=torch.float64).train() for _ in range(2))
     model.gradient_checkpointing_enable()
     undisturbed.gradient_checkpointing_enable()
