@@ -332,10 +332,12 @@ def agents(play: Play, sampling: Any) -> Callable[[list[tuple[str, Any]], int], 
     The model is loaded once; every agent has its own engine or scripted policy.
     """
     from memopd.agent import Agent
+    from memopd.agent.codec import check_template
     from memopd.agent.parts import build_parts
     from memopd.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(str(play.tokenizer or play.model))
+    check_template(tokenizer)
     environment, memory = build_parts(tasks_config(play), tokenizer, flag="--")
     engine_of = scripted(play, tokenizer) if play.policy else sampled(play, tokenizer)
 
