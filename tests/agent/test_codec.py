@@ -28,7 +28,10 @@ def folder_with(template: str | None, tmp_path: Path) -> Path:
         ("{% for m in messages %}{{ m.content }", r"its chat template cannot be used \(unexpected '}'\)"),
         ("{{ nobody.said.so }}", r"its chat template cannot be used \('nobody' is undefined\)"),
         ("{{ raise_exception('no user\n here') }}", r"its chat template cannot be used \(no user\)"),
-        ("{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}", "its chat template leaves out the user's turn"),
+        (
+            "{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}",
+            "its chat template leaves out the user's turn",
+        ),
     ],
 )
 def test_a_template_that_makes_no_prompt(template, why, tmp_path):
