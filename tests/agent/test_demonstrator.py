@@ -8,7 +8,17 @@ from typer.testing import CliRunner
 
 from memopd.agent import Ask, Piece
 from memopd.agent.codec import codec_of
-from memopd.agent.demonstrator import NOT_FOUND, NOT_NAMED, NOT_SAID, clause, contains, demonstrate, keywords
+from memopd.agent.demonstrator import (
+    NO_ROOM,
+    NOT_FOUND,
+    NOT_GRADED,
+    NOT_NAMED,
+    NOT_SAID,
+    clause,
+    contains,
+    demonstrate,
+    keywords,
+)
 from memopd.agent.memory import Mem1
 from memopd.agent.protocol import documents_of
 from memopd.cli import app
@@ -49,10 +59,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def played(folder, questions, horizons=(1,), **settings):
+def played(folder, questions, horizons=(1,), max_context=8192, **settings):
     made = {}
     tokenizer = load_tokenizer(TOKENIZER)
-    config = TasksConfig(max_context=8192, **settings)
+    config = TasksConfig(max_context=max_context, **settings)
     index = open_index(folder / "index")
     episodes = list(demonstrate({"set": questions}, horizons, index, tokenizer, made, config))
     return episodes, made["set"], codec_of(tokenizer).decode
@@ -138,6 +148,24 @@ def test_what_was_not_found_is_not_answered(folder, question, reason):
     episodes, made, _ = played(folder, [question])
     assert not episodes
     assert dict(made.failures) == {reason: 1}
+
+
+def test_a_context_without_room_is_a_reason(folder):
+    episodes, made, _ = played(folder, [ONE, TWO], max_context=330)
+    assert [e.task_id for e in episodes] == ["set-q1-velm"]
+    assert (made.solved, made.failures) == (1, {NO_ROOM: 1})
+
+
+def test_an_answer_that_the_tokenizer_changes_is_a_reason(tmp_path):
+    """A special token is no text: the environment reads an empty answer."""
+    write_corpus(
+        tmp_path / "corpus.jsonl", [Passage("sign", "Sign", "A turn ends with the sign <|im_end|> here."), *PASSAGES]
+    )
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
+    question = Question("sign", "Which sign ends a turn?", ("<|im_end|>",), supporting=("sign",))
+    episodes, made, _ = played(tmp_path, [question])
+    assert not episodes
+    assert made.failures == {NOT_GRADED: 1}
 
 
 def test_yes_and_no_only_when_asked(folder):

@@ -45,6 +45,8 @@ NOT_NAMED = "nothing named the next gold passage"
 NOT_REACHED = "a gold passage that was named was not found"
 NO_TURNS = "the turns ran out before all gold passages were found"
 NOT_SAID = "the gold passages do not contain the answer"
+NO_ROOM = "the context became longer than the limit before an answer"
+NOT_GRADED = "the answer as the tokenizer writes it is not graded as correct"
 
 # Words that say nothing about what a question is about.
 _EMPTY_WORDS = """
@@ -354,7 +356,13 @@ class _Player:
         for batch in batches:
             self.engine.begin(batch)
             played = {episode.id: (episode, outcome) for episode, outcome in agent.graded(batch, self.seed)}
-            yield from ((task, played[task.id][0]) for task in batch if _is_correct(task, played[task.id][1]))
+            for task in batch:
+                episode, outcome = played[task.id]
+                if _is_correct(task, outcome):
+                    yield task, episode
+                    continue
+                for question in task.questions:  # the engine knows its own reasons, and not why it was not asked again
+                    self.engine.failures.setdefault(question.id, NOT_GRADED if outcome.valid else NO_ROOM)
 
 
 def _is_correct(task: Task, outcome: Outcome) -> bool:
