@@ -15,7 +15,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from memopd.files import check_digests, digests, json_lines, remove_leftovers, whole, whole_folder, write_digests
+from memopd.files import (
+    check_digests,
+    digests,
+    json_lines,
+    remove_leftovers,
+    temporary_folder,
+    whole,
+    whole_folder,
+    write_digests,
+)
 
 
 def test_the_file_appears_when_the_block_ends_well(tmp_path):
@@ -35,6 +44,24 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
         raise RuntimeError
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_an_error_names_the_path_that_was_given(tmp_path):
+    """Not one in a temporary folder, which is gone when the error is read."""
+    path = tmp_path / "no folder" / "x.txt"
+    for write in (whole, whole_folder):
+        with pytest.raises(FileNotFoundError) as caught, write(path) as partial:
+            (partial / "in" / "it").write_text("")
+        assert Path(caught.value.filename) == path / "in" / "it"
+    with pytest.raises(OSError, match="File name too long") as caught, whole(tmp_path / ("x" * 300)) as partial:
+        partial.touch()
+    assert caught.value.filename == str(tmp_path / ("x" * 300))
+    with pytest.raises(FileNotFoundError) as caught, temporary_folder(Path("/proc/self")):  # may not have new folders
+        pass
+    assert caught.value.filename == "/proc/self"
+    with pytest.raises(FileNotFoundError) as caught, whole(path):  # an error about another file is as it was
+        (tmp_path / "another").read_text()
+    assert caught.value.filename == str(tmp_path / "another")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])

@@ -68,18 +68,28 @@ def _readable(made: Path, files: Iterable[Path]) -> None:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder in `parent`, which is removed after the block.
+    """Yield a new folder in `parent`, which is removed after the block. System errors name the path without it.
 
     If the process is killed, the next call for the same parent removes the folder. A lock tells it that the process has
     ended: the kernel holds the lock as long as the process has the folder open.
     """
     remove_leftovers(parent)
-    folder, lock = _locked_folder(parent)
     try:
-        yield folder
-    finally:
-        rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        folder, lock = _locked_folder(parent)
+        try:
+            yield folder
+        finally:
+            rmtree(folder, ignore_errors=True)
+            os.close(lock)
+    except OSError as error:
+        if isinstance(error.filename, str | Path):
+            error.filename = str(lasting(Path(error.filename)))
+        raise
+
+
+def lasting(path: Path) -> Path:
+    """The place that a path in a temporary folder will have: the one that a user knows."""
+    return Path(*(part for part in path.parts if not _TEMPORARY.fullmatch(part)))
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -63,6 +63,17 @@ class Sampling:
         return self.top_p == 1 and self.top_k == 0
 
     @property
+    def restriction(self) -> str:
+        """How the tokens were restricted; empty if any could be sampled.
+
+        >>> Sampling(top_k=1).restriction
+        'at temperature 0 (a top-k of 1)'
+        """
+        if self.is_whole:
+            return ""
+        return "at temperature 0 (a top-k of 1)" if self.top_k == 1 else "with top-p or top-k"
+
+    @property
     def training_note(self) -> str:
         """What training will say about completions that were sampled so; empty for the default settings.
 
@@ -72,7 +83,7 @@ class Sampling:
         'training can use it only with sampling.temperature = 0.01'
         """
         if not self.is_whole:
-            return "training cannot use it: sampled with top-p or top-k, not from the whole distribution"
+            return f"training cannot use it: sampled {self.restriction}, not from the whole distribution"
         if self.temperature != 1:
             return f"training can use it only with sampling.temperature = {self.temperature}"
         return ""

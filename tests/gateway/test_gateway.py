@@ -300,11 +300,12 @@ def test_temperature_0_is_top_k_of_one(tmp_path, caplog):
     assert [call.trainable for call in mixed.calls] == [False, False, False, True]
     assert mixed.actions == mixed.calls
     assert {call.purpose for call in mixed.calls} == {""}
-    unusable = "training cannot use it: sampled with top-p or top-k, not from the whole distribution"
+    unusable = "training cannot use it: sampled at temperature 0 (a top-k of 1), not from the whole distribution"
     assert sorted(lines(caplog)) == [
         "episode e1: 3 of 4 calls are context only: the episode was sampled with temperature 1.0, top_p 1.0, top_k 0, "
         "but call 0 with temperature 1.0, top_p 1.0, top_k 1",
-        f"episode e1: call 0: {unusable}",  # said at the first call, and not again for the others of the episode
+        f"episode e1: call 0: {unusable}",  # said at the first call, and not again for the next
+        "episode e1: call 2: training cannot use it: sampled with top-p or top-k, not from the whole distribution",
         f"episode e2: call 4: {unusable}",
     ]
     assert greedy.sampling == Sampling(top_k=1, max_tokens=7)  # which training refuses

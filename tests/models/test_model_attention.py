@@ -329,6 +329,35 @@ def test_an_engine_between_a_checkpointed_forward_pass_and_its_backward_pass(pac
     assert all(map(torch.equal, (p.grad for p in model.parameters() if p.grad is not None), expected))
 
 
+def test_an_engine_that_starts_during_a_checkpointed_forward_pass(packed):
+    """It sets the model to eval mode on its thread. The backward pass still runs the layers with our attention."""
+    model, undisturbed = (tiny_model("llama", dtype=torch.float64).train() for _ in range(2))
+    model.gradient_checkpointing_enable()
+    undisturbed.gradient_checkpointing_enable()
+    decision_states(undisturbed, packed, "dense").sum().backward()
+    entered, scored = threading.Event(), threading.Event()
+
+    def sample():
+        with sampling_attention(model):
+            entered.set()
+            assert scored.wait(20)
+
+    engine = threading.Thread(target=sample)
+
+    def start(*_):
+        engine.start()
+        assert entered.wait(20)
+
+    hook = model.model.norm.register_forward_hook(start)  # after the last layer
+    out = decision_states(model, packed, "dense")
+    hook.remove()
+    scored.set()
+    engine.join(20)
+    out.sum().backward()
+    for a, b in zip(model.parameters(), undisturbed.parameters(), strict=True):
+        assert (a.grad is b.grad is None) or torch.equal(a.grad, b.grad)
+
+
 @pytest.mark.parametrize("block", [planned_attention, own_attention])
 def test_an_engine_that_starts_inside_a_block_keeps_its_attention_when_the_block_ends(block):
     """The block and the engine are on two threads, so the block may end first. The last one to end restores."""

@@ -255,6 +255,16 @@ def test_what_is_not_one_number_per_row_is_refused(wrong, got):
         vocabulary_scores(head, states, torch.zeros(4, dtype=torch.long), 1.0, Target(head, states, wrong))
 
 
+@pytest.mark.parametrize("wrong", [lambda s, t: total_variation(s.detach(), t), lambda s, t: s.new_zeros(len(s))])
+def test_a_divergence_without_a_gradient_is_refused(wrong):
+    """It would be a number in the logs and nothing in the gradient."""
+    head, states = Head(torch.randn(31, 16), None), torch.randn(4, 16)
+    arguments = 1.0, Target(head, states, wrong)
+    vocabulary_scores(head, states, torch.zeros(4, dtype=torch.long), *arguments)  # only measured: nothing to train
+    with pytest.raises(ValueError, match=r"teacher.divergence: .* teaches nothing: compute them without detach"):
+        vocabulary_scores(head, states.clone().requires_grad_(), torch.zeros(4, dtype=torch.long), *arguments)
+
+
 # ---- names ---------------------------------------------------------------------------------------------------------
 
 

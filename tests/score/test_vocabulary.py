@@ -6,7 +6,7 @@ import torch
 from memopd.compile import compile_calls
 from memopd.score import Head, Target, head_of, score, teacher_target, vocabulary_scores
 from memopd.score.score import is_critic, packed_logprobs
-from memopd.score.vocabulary import reference_scores
+from memopd.score.vocabulary import CPU_LOGITS, reference_scores
 from memopd.verify.equivalence import alone_states, sampled_tokens
 from memopd.verify.families import FAMILIES, tiny_model
 from memopd.verify.models import example_calls
@@ -63,6 +63,21 @@ def test_gradients_do_not_depend_on_chunks(vocabulary, theirs, softcap, bias):
         parts = gradients((made.logprob, made.entropy, made.divergence))
         for a, b in zip(parts, whole, strict=True):
             assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("width", "rows"), [(40_000, [419, 181]), (131, [600])])
+def test_a_chunk_on_a_cpu_holds_few_logits(width, rows):
+    """1,024 rows of a vocabulary of 49,152 and its teacher's took 1.6 GB at once, beside all activations."""
+    seen = []
+
+    def spy(student, teacher):
+        seen.append(len(student))
+        return (student - teacher).mean(-1)
+
+    head, states = Head(torch.randn(width, 1), None), torch.randn(600, 1)
+    vocabulary_scores(head, states, torch.zeros(600, dtype=torch.long), 1.0, Target(head, states, spy))
+    assert seen == rows
+    assert max(rows) * width <= CPU_LOGITS
 
 
 def test_a_teacher_equal_to_the_student_diverges_by_nothing():

@@ -130,6 +130,17 @@ def test_a_split_depends_on_its_seed_alone(tmp_path):
     assert a != c
 
 
+@pytest.mark.parametrize("count", [4, 5, 6, 7, 8])
+def test_no_part_is_empty_however_few_the_questions(count, tmp_path):
+    """An empty dev part would only show when something is built of it."""
+    nq = questions(tmp_path / "nq.jsonl", count)
+    assert memopd_tasks("split", nq, "-o", tmp_path / "split.json").exit_code == 0
+    sizes = {part: len(ids) for part, ids in split_of(tmp_path / "split.json").items()}
+    assert min(sizes.values()) == 1
+    assert sum(sizes.values()) == count
+    assert sizes["sft"] >= sizes["rl"] >= sizes["dev"]
+
+
 def test_equal_questions_are_in_one_part(tmp_path):
     rows = [{"id": f"q{i}", "question": f"Who  is {i % 10}", "golden_answers": ["x"]} for i in range(20)]
     rows += [{"id": f"r{i}", "question": f"who is {i}", "golden_answers": ["x"]} for i in range(10)]

@@ -153,6 +153,7 @@ def test_the_episode_is_the_atom():
     [
         (Sampling(top_p=0.9), "top-p or top-k"),
         (Sampling(top_k=50), "top-p or top-k"),
+        (Sampling(top_k=1), "was sampled at temperature 0"),
         (Sampling(temperature=0.7), "sampled at temperature 0.7: set sampling.temperature to it"),
     ],
 )

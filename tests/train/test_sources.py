@@ -94,6 +94,13 @@ def test_a_task_that_does_not_fit_is_named_before_the_first_step(sampler):
         sampler(**{"tasks.max_context": "64"})
 
 
+def test_the_cache_of_the_engine_is_free_while_the_update_needs_the_memory(sampler):
+    """Keys and values of 64 prompts of SmolLM2-135M are gigabytes."""
+    source, _ = sampler()
+    assert source.episodes(0)
+    assert source.policy.engine.cache_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("setting", "name", "says"),
     [

@@ -64,6 +64,8 @@ def test_an_empty_teacher_mask_is_ppo_to_the_bit():
     assert same(ppo, other)
     assert {name: others[name] for name in metrics} == metrics
     assert others["loss_opd"] == 0.0
+    for part in ("teacher_kl_think", "teacher_kl_action"):  # measured all the same
+        assert others[part] == one_update(configured())[1][part] > 0
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing():

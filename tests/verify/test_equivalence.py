@@ -162,6 +162,13 @@ def test_the_models_own_attention_is_left_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("check", [equivalence, gradient_equivalence])
+def test_without_a_trainable_call_there_is_nothing_to_check(check):
+    for calls in ([], [Call([5, 6], [7], trainable=False)]):
+        with pytest.raises(ValueError, match="there is no trainable call to compile"):
+            check(tiny_model("llama"), calls, "dense")
+
+
 def test_the_report_is_plain_data():
     report = equivalence(model_of("llama"), mem1_calls(0), "dense").as_dict()
     assert report["passed"] is True

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
@@ -170,6 +171,13 @@ def test_a_store_has_episodes_of_one_making(world, scripted, tmp_path):
     assert made["inputs"]["prompt"] == {"path": str(words), "sha256": digest(words)}
     said = memopd(*given, "--reward", "f1", status=2)
     assert "has episodes made with --reward em: choose another store" in " ".join(said.split())
+    other = tmp_path / "other"
+    shutil.copytree(world / "index", other)
+    memopd(*given, "--index", other)  # the same index elsewhere
+    info = json.loads((other / "memopd-index.json").read_text())
+    (other / "memopd-index.json").write_text(json.dumps(info | {"corpus_sha256": "0" * 64}))
+    said = memopd(*given, "--index", other, status=2)
+    assert "has episodes made with another --index than" in " ".join(said.split())
     words.write_text("Others. {questions}")
     assert "has changed since its episodes were made" in " ".join(memopd(*given, status=2).split())
     assert len(list(read_episodes(store))) == 2

@@ -32,10 +32,24 @@ def codec_of(tokenizer: Any) -> Codec:
 
 def prefix_of(tokenizer: Any, message: str) -> Ids:
     """q: the chat template of the user turn, and the start of the assistant turn."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-    )
+    turns = [{"role": "user", "content": message}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise any exception
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{_name(tokenizer)}: its chat template cannot be used ({why})") from None
+    if message.strip() not in text:
+        raise ValueError(f"{_name(tokenizer)}: its chat template leaves out the user's turn, or changes it")
     return codec_of(tokenizer).encode(text)
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raise an error before a model is loaded if prompts cannot be made."""
+    prefix_of(tokenizer, "Which river is it?")
+
+
+def _name(tokenizer: Any) -> str:
+    return getattr(tokenizer, "name_or_path", "") or "the tokenizer"
 
 
 def check_fits(task: Task, prefix: Ids, limit: int, setting: str = "max_context") -> None:

@@ -274,6 +274,12 @@ def keep_provenance(store: Path, made: dict[str, Any], is_empty: bool) -> None:
             raise ValueError(
                 f"{store}: {made['settings'][name]} has changed since its episodes were made: choose another"
             )
+    for name in ("index", "tokenizer", "train"):  # they may have moved; a service has no digest
+        was, now = ((one.get("inputs", {}).get(name) or {}).get("sha256") for one in (before, made))
+        if was and now and was != now:
+            raise ValueError(
+                f"{store}: has episodes made with another --{name} than {made['settings'][name]}: choose another store"
+            )
 
 
 def in_parts(episodes: Iterator[Any]) -> Iterator[list[Any]]:
@@ -332,10 +338,12 @@ def agents(play: Play, sampling: Any) -> Callable[[list[tuple[str, Any]], int], 
     The model is loaded once; every agent has its own engine or scripted policy.
     """
     from memopd.agent import Agent
+    from memopd.agent.codec import check_template
     from memopd.agent.parts import build_parts
     from memopd.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(str(play.tokenizer or play.model))
+    check_template(tokenizer)
     environment, memory = build_parts(tasks_config(play), tokenizer, flag="--")
     engine_of = scripted(play, tokenizer) if play.policy else sampled(play, tokenizer)
 

@@ -111,9 +111,15 @@ def _number(name: str, text: str, kind: type[int] | type[float], what: str) -> A
     return value
 
 
-def checked(divergence: Tensor, rows: int) -> Tensor:
+def checked(divergence: Tensor, student: Tensor) -> Tensor:
     """Check the result of a user's function here, where the error can still name the function's mistake."""
+    rows = len(student)
     if not isinstance(divergence, Tensor) or divergence.shape != (rows,):
         got = f"shape {list(divergence.shape)}" if isinstance(divergence, Tensor) else type(divergence).__name__
         raise ValueError(f"{SETTING}: must return one number per row of logits, shape [{rows}], got {got}")
+    if student.requires_grad and not divergence.requires_grad:
+        raise ValueError(
+            f"{SETTING}: must return numbers with a gradient in the student's logits, or it teaches nothing: compute "
+            "them without detach"
+        )
     return divergence

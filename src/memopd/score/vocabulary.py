@@ -20,6 +20,7 @@ from memopd.score.divergences import Divergence, checked, reverse_kl
 from memopd.score.head import Head
 
 CHUNK = 1024  # decisions
+CPU_LOGITS = 1 << 24  # per chunk on a CPU: eight such tensors live at once, and larger ones are no faster
 GROUP = 4  # chunks whose gradients go into one product with the states: one rounding of dW per group
 
 
@@ -45,9 +46,11 @@ def vocabulary_scores(
     tokens: Tensor,  # [D]
     temperature: float = 1.0,
     teacher: Target | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,  # decisions whose logits are held at once
 ) -> VocabularyScores:
     """Differentiable in `states` and in the head's weights. Log-probabilities are at `temperature`."""
+    if chunk is None:
+        chunk = CHUNK if states.is_cuda else max(1, min(CHUNK, CPU_LOGITS // len(head.weight)))
     if states.is_cuda and head.weight.dtype != torch.float64:
         return _fused(head, states, tokens, temperature, teacher, chunk)
 
@@ -117,7 +120,8 @@ def divergence_from(
     with torch.no_grad():  # the teacher is frozen, even if its weights require gradients
         teacher_logits = _precise(teacher.logits(teacher_states)) / temperature
     shared = min(logits.shape[-1], teacher_logits.shape[-1])
-    return checked(divergence(logits[:, :shared], teacher_logits[:, :shared]), len(logits))
+    student = logits[:, :shared]
+    return checked(divergence(student, teacher_logits[:, :shared]), student)
 
 
 def _precise(x: Tensor) -> Tensor:

@@ -147,7 +147,8 @@ def read_split(path: Path, part: str) -> frozenset[str]:
 
 
 def divide(questions: Sequence[Question], shares: Mapping[str, int], seed: int, source: str) -> dict[str, list[str]]:
-    """The ids of the questions of one data set, in parts of these shares, at random. Equal questions are in one part.
+    """The ids of the questions of one data set, in parts of these shares, at random. Equal questions are in one part,
+    and every part has a question.
 
     >>> asked = [Question(str(i), f"who {i // 2}", ("x",)) for i in range(8)]
     >>> divide(asked, {"sft": 2, "dev": 1, "test": 1}, 0, "nq")
@@ -160,8 +161,12 @@ def divide(questions: Sequence[Question], shares: Mapping[str, int], seed: int, 
         raise ValueError(f"{source}: has {len(by_text)} different questions, too few for {len(shares)} parts")
     texts = list(by_text)
     random.Random(f"{seed}/{source}").shuffle(texts)
-    ends = [sum(list(shares.values())[: i + 1]) * len(texts) // sum(shares.values()) for i in range(len(shares))]
-    parts = zip(shares, [0, *ends], ends, strict=False)
+    ends = [0]
+    for i in range(len(shares)):
+        end = sum(list(shares.values())[: i + 1]) * len(texts) // sum(shares.values())
+        least, most = ends[-1] + 1, len(texts) - (len(shares) - 1 - i)  # no part is empty, however small its share
+        ends.append(min(max(end, least), most))
+    parts = zip(shares, ends, ends[1:], strict=False)
     return {part: [id for text in texts[start:end] for id in by_text[text]] for part, start, end in parts}
 
 

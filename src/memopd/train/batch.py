@@ -173,7 +173,7 @@ def _check_distribution(episode: Episode, temperature: float) -> None:
     s = episode.sampling
     if not s.is_whole:
         raise ValueError(
-            f"episode {episode.id!r} was sampled with top-p or top-k: its log-probabilities are not those of the "
+            f"episode {episode.id!r} was sampled {s.restriction}: its log-probabilities are not those of the "
             "policy; to train, sample from the whole distribution"
         )
     if s.temperature != temperature:

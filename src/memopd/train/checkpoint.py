@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from memopd.files import digest, json_object, sync, temporary_folder, whole
+from memopd.files import digest, json_object, lasting, sync, temporary_folder, whole
 from memopd.train import ranks
 
 
@@ -71,7 +71,7 @@ def _write(folder: Path, name: str, group: dict[str, Tensor]) -> _File:
     try:
         save_file({key: _local(value).cpu().contiguous() for key, value in group.items()}, file, starts)
     except SafetensorError as error:  # safetensors wraps system errors, such as a full disk
-        raise OSError(f"{file}: cannot be written ({error}); the last checkpoint is intact") from None
+        raise OSError(f"{lasting(file)}: cannot be written ({error}); the last checkpoint is intact") from None
     sync(file)
     return _File(file.name, file.stat().st_size, digest(file))
 

@@ -59,9 +59,9 @@ class LocalPolicy:
         self.version = version
 
     def release(self) -> None:
-        """Give the engine's cache back if it takes more than `KEPT` of a GPU: scoring and the update need the room."""
+        """Give the engine's cache back: scoring and the update need the room. On a GPU, one of up to `KEPT` stays."""
         device = next(self.model.parameters()).device
-        if device.type == "cuda" and self.engine.cache_bytes > KEPT * torch.cuda.mem_get_info(device)[1]:
+        if device.type != "cuda" or self.engine.cache_bytes > KEPT * torch.cuda.mem_get_info(device)[1]:
             self.engine.release()
 
 

@@ -70,7 +70,7 @@ def update_actor(
     sums, ratio_error = torch.zeros(7, dtype=torch.float64, device=device), torch.zeros((), device=device)
     for work, is_real in ranks.deal(batch.work):
         place = to_device(work.place, device)
-        target = guide.target(work) if guide is not None and D_T and is_real else None
+        target = guide.target(work) if guide is not None and is_real else None
         logp, entropy, *divergence = root(work.packed, config.sampling.temperature, target)
         tokens = tokens_of(batch, work, known, logp, entropy, sampled)
         ppo, H, kl = summed(algorithm, tokens), entropy_bonus(entropy), torch.zeros_like(logp)
@@ -78,7 +78,8 @@ def update_actor(
         if divergence:
             kl = divergence[0]
             opd = distillation_loss(kl, mask[place])
-            loss = loss + config.teacher.weight * opd / D_T
+            if D_T:  # with an empty mask, the divergence is only measured
+                loss = loss + config.teacher.weight * opd / D_T
         backward(loss, is_real)
         if not is_real:
             continue

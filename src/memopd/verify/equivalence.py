@@ -148,7 +148,7 @@ def float64_tolerance(model: Any) -> tuple[float, str]:
 
 
 def packs_of(calls: Sequence[Call], budget: int) -> list[Packed]:
-    longest = max(len(c.path) for c in calls if c.trainable)
+    longest = max((len(c.path) for c in calls if c.trainable), default=0)
     return fill(calls, max(budget, longest))
 
 
