@@ -9,6 +9,8 @@ from tempfile import mkdtemp
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported: no test reaches for a network
 os.environ["OMP_NUM_THREADS"] = "1"  # for the commands that tests start: `make test` has a worker for every core
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # these commands would compile all of the library's files again
+
 if "MEMOPD_TESTS" not in os.environ:  # a folder for what all workers use; they inherit its name
     os.environ["MEMOPD_TESTS"] = mkdtemp(prefix="memopd-")
     atexit.register(rmtree, os.environ["MEMOPD_TESTS"], ignore_errors=True)
@@ -19,6 +21,7 @@ from hypothesis import settings
 
 from memopd import cli
 
+sys.dont_write_bytecode = False  # nor does the next run rewrite all tests
 torch.set_num_threads(1)  # tiny models: a second thread costs two to five times the CPU and saves nothing
 
 # A commit passes or fails, and neither by chance nor because the machine is busy.

@@ -33,7 +33,7 @@ def table(tmp_path):
     return path
 
 
-def test_a_table_becomes_a_store_that_can_be_audited(table, tmp_path):
+def test_a_table_becomes_a_store_that_can_be_audited(table, tmp_path, call_main):
     store = tmp_path / "episodes.parquet"
     shown = memopd("import", table, "--format", "own_importer:read", "-o", store)
     assert (shown.returncode, shown.stdout) == (0, f"{store}: 2 episodes\n"), shown.stderr
@@ -42,9 +42,9 @@ def test_a_table_becomes_a_store_that_can_be_audited(table, tmp_path):
         Episode("e1", "t7", [Call([5, 6, 7], [4])], 0.0),
     ]
     tiny_model("qwen2").save_pretrained(tmp_path / "model")
-    audited = memopd("audit", store, "--model", tmp_path / "model", "--json")
-    assert audited.returncode == 0, audited.stderr
-    assert json.loads(audited.stdout)["passed"]
+    status, out, err = call_main("audit", store, "--model", tmp_path / "model", "--json")
+    assert status == 0, err
+    assert json.loads(out)["passed"]
 
 
 @pytest.mark.parametrize(

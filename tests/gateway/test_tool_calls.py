@@ -51,7 +51,11 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-EOS = tokenizer().eos_token_id if TOKENIZERS.is_dir() else 0
+EOS = 151645  # <|im_end|>
+
+
+def test_the_end_token_is_the_tokenizers():
+    assert tokenizer().eos_token_id == EOS
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ def test_the_models_own_trajectories(run, tmp_path):
     assert len(list((tmp_path / "work" / "trajectories").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_packing_trains_an_adapter_alone(run, tmp_path):
     write_random(tmp_path / "adapter", folder() / "model", 0)
     found, text = run("packing", f'adapter = "{tmp_path}/adapter"\nrepeats = 1')

@@ -83,11 +83,13 @@ def audit(
     """
     if demo == bool(episodes) or demo == (model is not None) or (demo and adapter):
         raise ValueError("give EPISODES and --model, or --demo alone")
-    from memopd.attention import check_attention
     from memopd.record import read_episodes
 
-    check_attention(attention, "--attention")
+    for store in episodes or ():  # a missing one is named before torch is imported, which takes seconds
+        next(read_episodes(store), None)
+    from memopd.attention import check_attention
 
+    check_attention(attention, "--attention")
     recorded = [e for store in episodes or () for e in track("reading", read_episodes(store))]
     from memopd.verify.audit import audit as run_audit
     from memopd.verify.tables import print_audit
