@@ -102,6 +102,9 @@ def experiment(
     files = {name: config or Path("paper") / of / f"{name}.toml" for name in names}
     failed = 0
     if file := files.pop(Name.choices, None):
+        unused = {"--only": only, "--arms": arms, "--seeds": seeds, "--split": None if split is Split.test else split}
+        if given := [option for option, value in unused.items() if value is not None]:
+            raise ValueError(f"{given[0]}: choices trains its own arms and evaluates them on dev; run it by itself")
         changed = overrides([f"--{c}" for c in change or ()], {})
         failed += show_choices(file, work, output, changed, concurrent, minutes, collect)
     if trained := {name: file for name, file in files.items() if name in TRAINED}:
@@ -110,7 +113,7 @@ def experiment(
             parts = replace(parts, suite=replace(parts.suite, concurrent=concurrent))
         if only is not None:
             raise typer.Exit(run_only(parts, only, minutes))
-        failed = show_trained(parts, shown, output, minutes, collect)
+        failed += show_trained(parts, shown, output, minutes, collect)
     for name, file in files.items():
         if name not in TRAINED:
             failed += not show_recorded(name, file, work, output, collect)
@@ -156,6 +159,7 @@ def planned(
         whole, None if arms is None else tuple(arms.split(",")), None if seeds is None else tuple(numbers(seeds))
     )
     shown = {name: without(one, whole.arms.keys() - suite.arms.keys()) for name, one in shown.items()}
+    suite = replace(suite, arms=whole.arms)  # what is not shown is not wanted, but may be the same run under its name
     wanted = dict.fromkeys((s, k) for one in shown.values() for k in one.horizons for s in one.systems)
     return Work(suite, work, tuple(wanted), split, tuple(changed.items())), shown
 

@@ -34,6 +34,7 @@ class Job:
     finished: Callable[[], bool]
     log: Path  # the output of the process
     ready: Callable[[], bool] = lambda: True  # whether it can start; an evaluation waits for its training
+    after: str = ""  # the job whose files it reads; while that is not finished, nobody knows if this one is
     progress: Callable[[], str] = lambda: ""  # the progress in one word
 
 
@@ -49,12 +50,13 @@ class _Running:
 @dataclass(slots=True)
 class Made:
     failed: dict[str, str] = field(default_factory=dict)  # name -> the last line of the output
-    unfinished: list[str] = field(default_factory=list)  # the time was over
+    unfinished: list[str] = field(default_factory=list)  # the time was over, or what they wait for failed
 
 
 def run_jobs(jobs: Sequence[Job], concurrent: int, until: float | None = None) -> Made:
     """Run the jobs that are not finished. At the time `until` (of `time.monotonic`), end those that still run."""
-    waiting = [(job, 1) for job in jobs if not job.finished()]
+    missing = {job.name for job in jobs if not job.finished()}
+    waiting = [(job, 1) for job in jobs if {job.name, job.after} & missing]
     if jobs:
         log.info("%d of %d parts exist; %d are missing", len(jobs) - len(waiting), len(jobs), len(waiting))
     running: list[_Running] = []
@@ -67,8 +69,11 @@ def run_jobs(jobs: Sequence[Job], concurrent: int, until: float | None = None) -
                 log.info("the time is over; not finished: %s", ", ".join(made.unfinished))
                 break
             while len(running) < concurrent and (i := _first_ready(waiting)) is not None:
-                running.append(_start(*waiting.pop(i), min(concurrent, len(waiting) + len(running) + 1)))
-            if not running:  # the jobs that the others wait for failed
+                job, tries = waiting.pop(i)
+                if job.name in missing or not job.finished():
+                    running.append(_start(job, tries, min(concurrent, len(waiting) + len(running) + 1)))
+            if not running:  # nothing is left, or the jobs that the others wait for failed
+                made.unfinished = [job.name for job, _ in waiting]
                 break
             time.sleep(POLL_SECONDS)
             for one in [r for r in running if r.process.poll() is not None]:

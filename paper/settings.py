@@ -187,6 +187,9 @@ def check_choices(choices: Choices, source: str) -> None:
         for arm in choice.arms:
             if choice.setting not in choices.arms.get(arm, {}):
                 raise ValueError(f"{source}: arm {arm!r} must have a value for {choice.setting}")
+        values = [choices.arms[arm][choice.setting] for arm in choice.arms]
+        if len(set(values)) < len(values):
+            raise ValueError(f"{source}: two arms have the same value for {choice.setting}")
 
 
 def chosen(suite: Suite, arms: tuple[str, ...] | None, seeds: tuple[int, ...] | None) -> Suite:

@@ -19,13 +19,13 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from memopd.config import RunConfig, from_tables, load_config
-from memopd.files import whole, whole_folder
+from memopd.files import read_object, whole, whole_folder
 from memopd.train.metrics import read_metrics
 from paper.evaluation import Part, Plan, is_made
 from paper.jobs import Job, Made, run_jobs
@@ -109,8 +109,14 @@ class Work:
         return Job(f"train:{run.name}", command, finished, log, progress=progress)
 
     def _is_evaluated(self, arm: str, seed: int) -> bool:
-        """Whether its settings, metrics and all evaluations exist, so that nobody needs the weights."""
-        if not all((self.run_of(arm, seed) / name).is_file() for name in ("config.json", "metrics.jsonl")):
+        """Whether its settings, all metrics and all evaluations exist, so that nobody needs the weights.
+
+        A run that was ended early still has checkpoints; then the evaluations are of an earlier run.
+        """
+        run, steps = self.run_of(arm, seed), self.config_of(arm, seed).optimise.steps
+        if not (run / "config.json").is_file() or (run / "checkpoints").exists():
+            return False
+        if [line["step"] for line in read_metrics(run)[-1:]] != [steps - 1]:
             return False
         ways = (self, *map(self.under, self.suite.conventions))
         plans = [plan for work in ways for name, plan in work.plans() if name == f"{arm}-{seed}"]
@@ -177,6 +183,7 @@ class Work:
             lambda: all(is_made(plan, part) for part in plan.parts),
             self.folder / "logs" / f"evaluate-{how}-{name}.log",
             lambda: plan.exists,
+            f"train:{name}",
             lambda: f"{sum(Path(part.output).is_file() for part in plan.parts)}/{len(plan.parts)}",
         )
 
@@ -207,12 +214,15 @@ def make(work: Work, only: Sequence[str] = (), until: float | None = None) -> Ma
 
 def reuse(work: Work) -> None:
     """Take over finished runs that have an arm's settings under another name: those that chose them on dev."""
-    finished = [file.parent.parent for file in sorted(work.folder.glob("q2/*/adapter/adapter_config.json"))]
-    configs = {run: from_tables(json.loads((run / "config.json").read_text()), str(run)) for run in finished}
+    configs = {}
+    for file in sorted(work.folder.glob("q2/*/adapter/adapter_config.json")):
+        run = file.parent.parent
+        with suppress(ValueError, OSError):  # a run of another version is no run of ours
+            configs[run] = from_tables(read_object(run / "config.json"), str(run))
     for seed in work.suite.seeds:
         for arm in work.arms:
             run, config = work.run_of(arm, seed), work.config_of(arm, seed)
-            same = next((other for other in finished if configs[other] == config), None)
+            same = next((other for other in configs if configs[other] == config), None)
             if same is not None and not run.exists():
                 with whole_folder(run) as partial:
                     for name in ("config.json", "metrics.jsonl"):

@@ -60,9 +60,9 @@ def _readable(made: Path, files: Iterable[Path]) -> None:
     """Give files the permissions that new ones have here, as the folder `made` got them: safetensors lets their owner
     alone read its files, and a policy server may be another user."""
     mode = made.stat().st_mode & 0o666
-    with suppress(OSError):  # a file system without permissions
-        for file in files:
-            if file.is_file():
+    for file in files:
+        with suppress(OSError):  # a file system without permissions
+            if file.is_file() and not file.is_symlink():
                 file.chmod(mode)
 
 

@@ -37,7 +37,7 @@ def folder_with(template: str | None, tmp_path: Path) -> Path:
 def test_a_template_that_makes_no_prompt(template, why, tmp_path):
     folder = folder_with(template, tmp_path)
     with pytest.raises(ValueError, match=f"{folder}: {why}"):
-        prefix_of(load_tokenizer(str(folder)), "Which river is it?")
+        check_template(load_tokenizer(str(folder)))
 
 
 def test_what_a_template_may_do(tmp_path):
@@ -45,6 +45,13 @@ def test_what_a_template_may_do(tmp_path):
     check_template(tokenizer)
     for message in ("", "  a question\n", "a\n\nb"):
         assert tokenizer.decode(prefix_of(tokenizer, message)) == f"[{message.strip()}]"
+
+
+def test_a_template_may_change_what_stands_in_a_message(tmp_path):
+    template = "{{ messages[0].content | replace('/no_think', '') | e }}"
+    tokenizer = load_tokenizer(str(folder_with(template, tmp_path)))
+    check_template(tokenizer)
+    assert tokenizer.decode(prefix_of(tokenizer, "a < b? /no_think")) == "a &lt; b? "
 
 
 def test_a_rollout_says_so_before_it_loads_the_model(tmp_path, monkeypatch):

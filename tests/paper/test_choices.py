@@ -168,3 +168,28 @@ def test_the_command_trains_evaluates_and_chooses(file, tmp_path, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*.safetensors")}
     assert command(app, *words) == first
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*.safetensors")}
+
+
+def test_what_dev_chooses_leaves_the_runs_without_a_teacher_as_they_are():
+    """Whatever λ is entered, PPO with the chosen rate is the arm of seed 0."""
+    choices, suite = load(Choices, REAL / "choices.toml"), load(Suite, REAL / "suite.toml")
+    probed = Work(choices, ROOT / "none", ())
+    for weight in ("0.02", "0.1", "0.5"):
+        entered = Work(suite, ROOT / "none", (), overrides=(("teacher.weight", weight), ("optimise.lr", "3e-4")))
+        assert entered.config_of("ppo", 0) == probed.config_of("ppo-3e-4", 0)
+        with_rate = replace(probed, overrides=(("optimise.lr", "3e-4"),))
+        assert entered.config_of("memopd", 0) == with_rate.config_of(f"memopd-{weight}", 0)
+
+
+def test_choices_run_by_themselves(file):
+    for option in (("--only", "train:slow-0"), ("--arms", "slow"), ("--seeds", "0"), ("--split", "dev")):
+        with pytest.raises(ValueError, match=f"{option[0]}: choices trains its own arms"):
+            command(app, "choices", "--config", file, *option)
+
+
+def test_two_arms_of_one_value_are_refused(file):
+    file.write_text(
+        file.read_text().replace('strong = { "teacher.weight" = 0.5 }', 'strong = { "teacher.weight" = 0.1 }')
+    )
+    with pytest.raises(ValueError, match=r"here: two arms have the same value for teacher\.weight"):
+        check_choices(load(Choices, file), "here")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from memopd.evaluate.summary import by_task
 from paper.evaluation import evaluate, is_made, measured_with, read_plan
 from paper.jobs import run_jobs
 from paper.settings import Convention, Suite, load
-from paper.suite import Work, locked
+from paper.suite import Work, locked, reuse
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,50 @@ def test_arms_with_the_same_settings_are_one_run(work):
         assert where(both, "memopd-0.02", 1, *last) != where(both, "memopd", 1, *last)
 
 
+def write_steps(run, count):
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(count)))
+
+
+def test_results_of_weights_that_are_trained_anew_are_measured_anew(work, tmp_path):
+    """The run was removed, its results were not: they do not count once the new weights are there."""
+    training = next(job for job in work.jobs() if job.name == "train:ppo-0")
+    evaluation = next(job for job in work.jobs() if job.name == "evaluate:ppo-0")
+    weights, result = work.run_of("ppo", 0) / "model", Path(dict(work.plans())["ppo-0"].parts[0].output)
+    started = []
+
+    def trains():
+        started.append("train")
+        shutil.copytree(folder() / "model", weights)
+        (work.run_of("ppo", 0) / "config.json").write_text(work.config_of("ppo", 0).as_json())
+        return ["true"]
+
+    def evaluates():
+        started.append("evaluate")
+        result.write_text(measured(dict(work.plans())["ppo-0"].weights()))
+        return ["true"]
+
+    def measured(digest):
+        plan = dict(work.plans())["ppo-0"]
+        return json.dumps({"settings": measured_with(plan.parts[0], plan.settings), "weights": digest})
+
+    result.parent.mkdir(parents=True)
+    result.write_text(measured("of the run that was removed"))
+    jobs = [replace(training, command=trains), replace(evaluation, command=evaluates)]
+    assert run_jobs(jobs, 2).unfinished == []
+    assert started == ["train", "evaluate"]
+    run_jobs(jobs, 2)
+    assert started == ["train", "evaluate"]
+
+
+def test_a_run_that_cannot_be_read_is_left_alone(work):
+    adapter = work.folder / "q2" / "other-0" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").touch()
+    reuse(work)
+    (adapter.parent / "config.json").write_text('{"a setting of": "another version"}')
+    reuse(work)
+
+
 def test_training_resumes_what_is_there_and_skips_what_is_finished(work):
     job = next(job for job in work.training_jobs() if job.name == "train:memopd-1")
     assert not job.finished()
@@ -82,8 +127,13 @@ def test_a_run_is_not_trained_again_if_its_metrics_and_all_its_evaluations_are_h
     Path(part.output).parent.mkdir(parents=True)
     Path(part.output).write_text(json.dumps({"settings": measured_with(part, plan.settings), "weights": "0"}))
     assert not job.finished()  # the learning curve is missing
-    (run / "metrics.jsonl").touch()
+    write_steps(run, 3)
+    assert not job.finished()  # a part of the curve: of a run that was ended early
+    write_steps(run, 4)
     assert job.finished()
+    (run / "checkpoints").mkdir()  # a new run of these settings, ended between its last step and its adapter
+    assert not job.finished()
+    (run / "checkpoints").rmdir()
     cold = replace(work, suite=replace(work.suite, conventions={"cold": Convention(temperature=0.01)}))
     assert not next(cold.training_jobs()).finished()  # another way to sample still needs the weights
     Path(part.output).write_text(json.dumps({"settings": {}, "weights": "0"}))

@@ -255,11 +255,11 @@ def test_what_is_not_one_number_per_row_is_refused(wrong, got):
         vocabulary_scores(head, states, torch.zeros(4, dtype=torch.long), 1.0, Target(head, states, wrong))
 
 
-@pytest.mark.parametrize("wrong", [lambda s, t: total_variation(s.detach(), t), lambda s, t: s.new_zeros(len(s))])
+@pytest.mark.parametrize("wrong", [lambda s, t: total_variation(s.detach(), t), lambda s, t: s.new_ones(len(s))])
 def test_a_divergence_without_a_gradient_is_refused(wrong):
     """It would be a number in the logs and nothing in the gradient."""
     head, states = Head(torch.randn(31, 16), None), torch.randn(4, 16)
-    arguments = 1.0, Target(head, states, wrong)
+    arguments = 1.0, Target(head, torch.randn(4, 16), wrong)
     vocabulary_scores(head, states, torch.zeros(4, dtype=torch.long), *arguments)  # only measured: nothing to train
     with pytest.raises(ValueError, match=r"teacher.divergence: .* teaches nothing: compute them without detach"):
         vocabulary_scores(head, states.clone().requires_grad_(), torch.zeros(4, dtype=torch.long), *arguments)
@@ -299,3 +299,18 @@ def test_wrong_names_are_one_line(name, message):
         divergence_of(name)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_divergence_may_leave_out_rows():
+    """A chunk of which it takes no row has no gradient, and that is right."""
+
+    def where_the_teacher_is_sure(student, teacher):
+        sure = teacher[:, 0] > 0
+        return reverse_kl(student, teacher) * sure if sure.any() else student.new_zeros(len(student))
+
+    head, states = Head(torch.eye(4), None), torch.randn(4, 4).requires_grad_()
+    taught = torch.tensor([[-1.0] * 4, [-1.0] * 4, [1.0] * 4, [-1.0] * 4])
+    target = Target(head, taught, where_the_teacher_is_sure)
+    scores = vocabulary_scores(head, states, torch.zeros(4, dtype=torch.long), 1.0, target, chunk=1)
+    scores.divergence.sum().backward()
+    assert states.grad.abs().sum(-1).gt(0).tolist() == [False, False, True, False]

@@ -274,7 +274,7 @@ def keep_provenance(store: Path, made: dict[str, Any], is_empty: bool) -> None:
             raise ValueError(
                 f"{store}: {made['settings'][name]} has changed since its episodes were made: choose another"
             )
-    for name in ("index", "tokenizer", "train"):  # they may have moved; a service has no digest
+    for name in ("index", "train"):  # they may have moved; a service has no digest
         was, now = ((one.get("inputs", {}).get(name) or {}).get("sha256") for one in (before, made))
         if was and now and was != now:
             raise ValueError(

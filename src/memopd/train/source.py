@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from memopd.agent import Agent, Environment, Outcome
-from memopd.agent.codec import check_fits, codec_of, prefix_of
+from memopd.agent.codec import check_fits, check_template, codec_of, prefix_of
 from memopd.agent.parts import build_parts
 from memopd.config import RunConfig
 from memopd.record import read_episodes
@@ -83,6 +83,7 @@ class Sampler:
 
     def _check_prompts(self, environment: Environment, tokenizer: Any) -> None:
         """Check all prompts at the start: a task that does not fit would end the run, and every resumed run, later."""
+        check_template(tokenizer)
         limit, template = self.config.tasks.max_context, len(prefix_of(tokenizer, ""))
         for task in (*self.tasks, *self.dev_tasks):
             text = environment.start(task).text or ""
