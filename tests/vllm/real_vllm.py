@@ -211,6 +211,15 @@ class Talk:
         return Outcome(brevity(task, responses))
 
 
+class Counted(Talk):
+    """The same. The file ANSWERS has a byte for every answer of the policy, so that a test knows which batch runs."""
+
+    def step(self, live):
+        with Path(os.environ["ANSWERS"]).open("ab") as file:
+            file.write(b"." * len(live))
+        return super().step(live)
+
+
 class SlowTool(Talk):
     """The same with a tool that takes a twentieth of a second, as a search over a network does."""
 

@@ -80,10 +80,8 @@ def test_one_batch_ahead(server, first, searchable, tmp_path):
     print("weights", [f"{m['importance_weight']:.3f}" for m in lines], "cut", [f"{m['truncated']:.3f}" for m in lines])
 
 
-def wait_for_batch(process, run, server, version):
-    """Until the server samples a batch with this version of the policy."""
-    while process.poll() is None and not (run / "served" / f"weights-{version}").exists():
-        time.sleep(0.01)
+def wait_for_batch(process, server):
+    """Until the server samples a batch."""
     while process.poll() is None and requests_running(server) < 5:  # more than the four that verify the weights
         time.sleep(0.01)
 
@@ -93,7 +91,7 @@ def test_interrupted_with_a_batch_in_flight(server, first, searchable, tmp_path)
     run = tmp_path / "run"
     options = ("--sampling.ahead", "1", "--optimise.steps", "500", *TALK)  # a batch is in flight for moments only
     process = start_training(searchable, first[0], server.url, run, *options)
-    wait_for_batch(process, run, server, version=0)
+    wait_for_batch(process, server)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode not in (0, None), said
@@ -106,16 +104,21 @@ def test_interrupted_with_a_batch_in_flight(server, first, searchable, tmp_path)
 def test_killed_with_a_batch_in_flight_and_resumed(server, first, searchable, tmp_path):
     """SIGKILL after the checkpoint of two steps, while the fourth batch is sampled. The third is in a file."""
     run, place = tmp_path / "run", (searchable, first[0], server.url, tmp_path / "run")
-    options = ("--sampling.ahead", "1", "--optimise.steps", "5", "--run.save_every", "2", *TALK)
-    process = start_training(*place, *options)
-    wait_for_batch(process, run, server, version=2)
+    answers, batch = tmp_path / "answers", 8 * 4  # eight episodes of four calls
+    answers.touch()
+    counted = ("--tasks.environment", "real_vllm:Counted")
+    options = ("--sampling.ahead", "1", "--optimise.steps", "5", "--run.save_every", "2", *counted)
+    process = start_training(*place, *options, ANSWERS=str(answers))
+    while process.poll() is None and answers.stat().st_size <= 3 * batch:
+        time.sleep(0.001)
     process.kill()
+    assert answers.stat().st_size < 4 * batch
     _, said = process.communicate()
     assert process.returncode == -9, said
     assert (run / "checkpoints" / "latest").read_text().startswith("step-000002")
     assert not (run / "episodes" / "step-000003.parquet").exists()
     before = [episodes_of(run, step) for step in range(3)]
-    (said,) = ended(run, start_training(*place, *options, "--resume"))
+    (said,) = ended(run, start_training(*place, *options, "--resume", ANSWERS=str(answers)))
     assert "sampled again" not in said
     assert [episodes_of(run, step) for step in range(3)] == before
     lines = read_metrics(run)
