@@ -81,6 +81,23 @@ def test_closing_cancels_what_runs_and_what_waits(model, waited, ahead):
     assert len(engine.generate([request()])[0].tokens) == 4
 
 
+def test_closing_when_the_step_ahead_has_nothing_to_run(model):
+    """What would have entered it was cancelled before it began."""
+    engine = LocalEngine(model, None, slots=1, max_length=64)
+    engine.runs_ahead = True
+    session = open_session(engine)
+    session.submit([request(0, tokens=2), request(1, tokens=40)])
+    with engine._lock:  # so that the step does not begin in between
+        assert ids(session.wait()) == [0]
+        for sequence in session._open:
+            engine._cancel(sequence)
+    closing = threading.Thread(target=session.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert len(engine.generate([request()])[0].tokens) == 4
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_session_holds_up_nobody_else(model, ahead):
     """Its caller does not wait; others are served meanwhile, and its own requests go on beside theirs."""

@@ -236,6 +236,8 @@ class LocalEngine:
                     with self._lock:
                         alive = self._is_awaited()
                         finished += self._end(alive)
+                        if not alive:  # before the end of the thread is seen: a session gets all that ended until then
+                            self._hand_over(finished)
         except BaseException as why:  # every caller must get an answer, or would wait for ever
             with self._lock:
                 waiting, self._waiting = list(self._waiting), {}
@@ -277,6 +279,8 @@ class LocalEngine:
                 finished += self._end(alive=True)
                 awaited, held = self._is_awaited(), bool(self._sessions) and not self._paused and not self._closed
                 if held and not awaited and not finished:
+                    self._went_ahead(self._sessions)  # no step is left to run: the requests were cancelled
+                    self._lock.notify_all()
                     self._lock.wait()
                     continue
             if awaited or held:  # deliver now: these need not wait for the sequences that still run
@@ -294,11 +298,16 @@ class LocalEngine:
         for sequence in finished:
             sequence.deliver()
         with self._lock:  # a session gets all of its requests that ended in a step at once
-            for sequence in finished:
-                if sequence.session is not None:
-                    sequence.session.ended.append(sequence)
-            self._lock.notify_all()
+            self._hand_over(finished)
         finished.clear()
+
+    def _hand_over(self, finished: Iterable[SampledSequence]) -> None:
+        """Give every session its requests, once. Whoever takes them waits for `deliver`."""
+        for sequence in finished:
+            if sequence.session is not None:
+                sequence.session.ended.append(sequence)
+                sequence.session = None
+        self._lock.notify_all()
 
     def _check_weights(self) -> None:
         """Drop cached keys and values if the weights changed without a new `version`: they belong to the old ones."""
