@@ -390,6 +390,9 @@ def bench_step(
     against: Annotated[str | None, typer.Option(help="A commit, or another source tree: its arms take turns.")] = None,
     rounds: Annotated[int, typer.Option(help="Processes per arm and tree.", min=1)] = 1,
     profile: Annotated[bool, typer.Option("--profile", help="Also profile one more update of every arm.")] = False,
+    together: Annotated[
+        bool, typer.Option("--together", help="All arms warm up at the same time, if they fit into memory.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure updates by stage, and memory by part: packed and unshared, all weights and LoRA, against another tree.
@@ -403,7 +406,9 @@ def bench_step(
              "optimise.budget": None if budget is None else str(budget)}  # fmt: skip
     settings = load_config(config, {name: value for name, value in named.items() if value is not None})
     chosen_arms = chosen(arms, "arm", STEP_ARMS)
-    results = run_step(settings, chosen_arms, updates, rank, critic, against, rounds, profile)
+    if together and rounds > 1:
+        raise ValueError("--together starts every arm once: leave out --rounds")
+    results = run_step(settings, chosen_arms, updates, rank, critic, against, rounds, profile, together)
     report(results, as_json, dtype=settings.model.dtype, budget=settings.optimise.budget)
 
 

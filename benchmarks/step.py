@@ -3,6 +3,9 @@
 Every arm is the training loop itself, in a process of its own (`step_arm`), on the same tasks with the same budget. The
 learning rates are 0, so that every arm samples the same episodes in the same step; the optimisers work all the same.
 Arms of two trees take turns. The first update warms up and is not counted; medians of the others are reported.
+
+Compiling takes minutes. If the arms fit into memory side by side, all of them can warm up at once and then take turns:
+while one is measured, the others wait.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -25,6 +29,7 @@ from memopd.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("sample", "compile", "score", "advantages", "update")
+READY, GO = "ready", "go"  # files of an arm that takes turns: it is warm, and it is its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,34 +92,83 @@ def run_step(
     against: str | None = None,
     rounds: int = 1,
     profile: bool = False,
+    together: bool = False,
 ) -> Iterator[StepResult]:
     with source_tree(against) as other:
         trees = {"here": ROOT, **({"against": other} if other else {})}
+        chosen = {arm: settings_of(config, arm, steps, rank, critic) for arm in arms}
+        if together:
+            order = [(arm, name) for arm in arms for name in trees]
+            started = [(chosen[arm], trees[name], steps, profile and name == "here") for arm, name in order]
+            for (arm, name), made in zip(order, run_together(started), strict=True):
+                yield result_of(chosen[arm], name, arm, [made])
+            return
         for arm in arms:
-            chosen = settings_of(config, arm, steps, rank, critic)
             found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
             for turn in range(rounds):
                 for name, tree in trees.items():
                     print(f"step: {arm}, {name}", file=sys.stderr, flush=True)
-                    found[name].append(run_arm(chosen, tree, steps, profile and name == "here"))
+                    found[name].append(run_arm(chosen[arm], tree, steps, profile and name == "here"))
                     if turn == rounds - 1:  # at once: what was measured is kept if the command is stopped
-                        yield result_of(chosen, name, arm, found[name])
+                        yield result_of(chosen[arm], name, arm, found[name])
 
 
 def run_arm(config: RunConfig, tree: Path, steps: int, profile: bool) -> dict[str, Any]:
-    """Run one arm in a process of its own, with the memopd of `tree`."""
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(changed_settings(config)))
-        command = [sys.executable, str(Path(__file__).with_name("step_arm.py")), f"{folder}/config.json", folder]
-        path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        done = subprocess.run(
-            [*command, str(steps), *(["--profile"] if profile else [])],
-            env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise ValueError(f"{tree}: the training failed: {' '.join(done.stderr.strip().splitlines()[-3:])}")
-        arm: dict[str, Any] = json.loads((Path(folder) / "arm.json").read_text())
-        return arm
+    with Arm(config, tree, steps, profile) as arm:
+        return arm.result()
+
+
+def run_together(arms: Sequence[tuple[RunConfig, Path, int, bool]]) -> Iterator[dict[str, Any]]:
+    """Start all arms, and let them go on one after the other once all are warm."""
+    with ExitStack() as stack:
+        started = [stack.enter_context(Arm(*arm, waits=True)) for arm in arms]
+        while not all(arm.ready() for arm in started):
+            time.sleep(0.2)
+        for arm in started:
+            arm.go()
+            yield arm.result()
+
+
+class Arm:
+    """One arm in a process of its own, with the memopd of `tree`. With `waits`, it stops when it is warm, until `go`."""
+
+    def __init__(self, config: RunConfig, tree: Path, steps: int, profile: bool, waits: bool = False) -> None:
+        self.config, self.tree = config, tree
+        self.flags = [str(steps), *(["--profile"] if profile else []), *(["--wait"] if waits else [])]
+
+    def __enter__(self) -> Arm:
+        self._folder = TemporaryDirectory()
+        self.folder = Path(self._folder.name)
+        (self.folder / "config.json").write_text(json.dumps(changed_settings(self.config)))
+        command = [sys.executable, str(Path(__file__).with_name("step_arm.py")), f"{self.folder}/config.json"]
+        path = os.pathsep.join([str(self.tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with (self.folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, str(self.folder), *self.flags], env={**os.environ, "PYTHONPATH": path},
+                stdout=sys.stderr, stderr=log,
+            )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._folder.cleanup()
+
+    def ready(self) -> bool:
+        """Whether it is warm. One that ended before that has failed."""
+        if self.process.poll() is not None:
+            self.result()
+        return (self.folder / READY).exists()
+
+    def go(self) -> None:
+        (self.folder / GO).touch()
+
+    def result(self) -> dict[str, Any]:
+        if self.process.wait():
+            last = (self.folder / "log").read_text(errors="replace").strip().splitlines()[-3:]
+            raise ValueError(f"{self.tree}: the training failed: {' '.join(last)}")
+        made: dict[str, Any] = json.loads((self.folder / "arm.json").read_text())
+        return made
 
 
 def changed_settings(config: RunConfig) -> dict[str, dict[str, Any]]:

@@ -1,11 +1,11 @@
 """One arm of `benchmarks step`, in a process of its own: the training loop of the memopd on this process's path.
 
-    PYTHONPATH=TREE/src python benchmarks/step_arm.py CONFIG.json FOLDER STEPS [--profile]
+    PYTHONPATH=TREE/src python benchmarks/step_arm.py CONFIG.json FOLDER STEPS [--profile] [--wait]
 
 It runs `memopd.train.train.train` and hooks two methods of its run directory, `stage` and `metrics`: they note seconds,
 peaks of memory, and with --profile the kernels. It stops after the metrics of the last step, before checkpoints and
-exports. FOLDER/arm.json has what was noted. The file imports nothing of `benchmarks`, because another tree's memopd
-may be on the path.
+exports. FOLDER/arm.json has what was noted. With --wait it writes FOLDER/ready after the first step, and goes on when
+FOLDER/go is there. The file imports nothing of `benchmarks`, because another tree's memopd may be on the path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ class Done(Exception):
 class Notes:
     """What the hooks note. A step is a dictionary of seconds and peak bytes by stage, and of its wall seconds."""
 
-    def __init__(self, steps: int, profile: bool) -> None:
-        self.steps, self.profile = steps, profile
+    def __init__(self, steps: int, profile: bool, warm: Callable[[], None] = lambda: None) -> None:
+        self.steps, self.profile, self.warm = steps, profile, warm
         self.now: dict[str, dict[str, float]] = {}
         self.done: list[dict[str, Any]] = []
         self.begin = 0.0
@@ -68,9 +68,12 @@ class Notes:
     def metrics(self, values: dict[str, float]) -> None:
         now = time.perf_counter()
         self.done.append({"seconds": now - self.begin, "stages": self.now, "metrics": values})
-        self.now, self.begin = {}, now
         if len(self.done) >= self.steps:
             raise Done
+        if len(self.done) == 1:
+            self.warm()
+            now = time.perf_counter()
+        self.now, self.begin = {}, now
 
 
 def hook(notes: Notes) -> None:
@@ -282,7 +285,15 @@ def _allocated() -> int:
 def main(config_file: str, folder: str, steps: str, *flags: str) -> None:
     config = from_tables(json.loads(Path(config_file).read_text()), config_file)
     profile = "--profile" in flags
-    notes, output = Notes(int(steps) + profile, profile), Path(folder)  # the profiled step is one more
+    output = Path(folder)
+
+    def wait() -> None:
+        (output / "ready").touch()
+        while not (output / "go").exists():
+            time.sleep(0.05)
+
+    warm = wait if "--wait" in flags else lambda: None
+    notes = Notes(int(steps) + profile, profile, warm)  # the profiled step is one more
     hook(notes)
     if notes.profile and torch.cuda.is_available():
         hook_decoder(notes)

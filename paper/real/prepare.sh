@@ -31,7 +31,7 @@ tasks() { # output, part, k, more options and questions
     shift 3
     test -e "$to" || memopd tasks build "$@" --split "$split" --part "$part" -k "$k" --seed 0 -o "$to"
 }
-# For training, fewer tasks of SQuAD than there are, which would be nine tenths of all. 50 updates of 32 tasks are one pass.
+# For training, fewer tasks of SQuAD than there are, which would be nine tenths of all. 40 updates of 32 tasks see 1,280 of them.
 tasks rl-q2 rl 2 --limit 740 "$where/questions/nq.jsonl.gz" "$where/questions/hotpotqa.jsonl.gz" \
     "$where/questions/squad.jsonl.gz"
 tasks dev-q2 dev 2 --limit 100 "$where/questions/nq.jsonl.gz" "$where/questions/hotpotqa.jsonl.gz" \

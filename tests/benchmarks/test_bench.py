@@ -158,6 +158,7 @@ def test_a_whole_update_in_small(small):
         (["head", "--widths", "64"], "student:teacher"),
         (["peers", "--shapes", "q3"], "unknown shape 'q3'"),
         (["step", "configs/quickstart.toml", "--arms", "packed"], "unknown arm 'packed'"),
+        (["step", "configs/quickstart.toml", "--together", "--rounds", "2"], "leave out --rounds"),
         (["rce", "--model", "tiny", "--dtypes", "bf16"], "bf16"),
         (["show", "pyproject.toml"], "line 1: not a line of JSON"),
     ],

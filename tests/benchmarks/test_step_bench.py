@@ -1,6 +1,7 @@
 """Training updates by stage, and packed beside unshared: the accounting by hand, and real runs among the slow tests."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from benchmarks import step, step_arm
 from benchmarks.__main__ import app
 from benchmarks.drift import ALONE, PACKED, REPLAYED, compared, run_drift
 from benchmarks.output import markdown
-from benchmarks.step import result_of, run_step, settings_of, source_tree
+from benchmarks.step import result_of, run_step, run_together, settings_of, source_tree
 from benchmarks.tables import load, plot, tables_of
 from memopd.config import RunConfig, from_tables
 from memopd.train.traces import Trace, write_traces
@@ -142,16 +143,24 @@ def config(tmp_path):
 
 
 @pytest.mark.slow
-def test_updates_of_adapters_beside_all_weights(config):
-    lora, full = run_step(config, ["packed-lora", "packed-full"], steps=2, rank=4, critic=True)
+@pytest.mark.parametrize("together", [False, True])
+def test_updates_of_adapters_beside_all_weights(config, together):
+    lora, full = run_step(config, ["packed-lora", "packed-full"], steps=2, rank=4, critic=True, together=together)
     assert [s.name for s in full.stages] == ["sample", "compile", "score", "advantages", "update", "other"]
     # AdamW has two moments in float32 of every trained weight of student and critic, and counts its steps.
     for arm in (lora, full):
         assert 0 < arm.memory["optimiser_bytes"] - 2 * 4 * arm.memory["trained"] < 10_000
     assert lora.memory["trained"] < full.memory["trained"] / 20
-    assert lora.memory["copy_bytes"] == 0 < full.memory["copy_bytes"]
-    assert lora.memory["weights_bytes"] < full.memory["weights_bytes"] / 4  # one bfloat16 base; the teacher shares it
+    assert lora.memory["copy_bytes"] == full.memory["copy_bytes"] == 0  # the sampler reads the trained weights
+    assert lora.memory["weights_bytes"] < full.memory["weights_bytes"] / 3  # one base and adapters; else four models
     assert 0 < lora.rows_saved < 1
+
+
+@pytest.mark.slow
+def test_one_arm_that_fails_ends_those_that_wait(config):
+    broken = replace(config, tasks=replace(config.tasks, max_context=1))
+    with pytest.raises(ValueError, match="the training failed"):
+        list(run_together([(config, ROOT, 2, False), (broken, ROOT, 2, False)]))
 
 
 @pytest.mark.slow
