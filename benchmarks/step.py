@@ -130,7 +130,7 @@ def run_together(arms: Sequence[tuple[RunConfig, Path, int, bool]]) -> Iterator[
 
 
 class Arm:
-    """One arm in a process of its own, with the memopd of `tree`. With `waits`, it stops when it is warm, until `go`."""
+    """One arm in a process of its own, with the memopd of `tree`. With `waits`, it stops when warm, until `go`."""
 
     def __init__(self, config: RunConfig, tree: Path, steps: int, profile: bool, waits: bool = False) -> None:
         self.config, self.tree = config, tree
