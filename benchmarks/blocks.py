@@ -69,8 +69,13 @@ def peers() -> str:
 
 
 def step() -> str:
-    first = json.loads(bench_files("step")[0].read_text().splitlines()[0])
-    return "\n\n".join([f"{machine_of(first)}, {first['dtype']}, budget {first['budget']:,}.", *bench_tables("step")])
+    """A run per file; arms are compared within a run alone."""
+    made = []
+    for path in bench_files("step"):
+        first = json.loads(path.read_text().splitlines()[0])
+        said = f"[{path.name}](results/{path.name}): {machine_of(first)}, {first['dtype']}, budget {first['budget']:,}."
+        made += [said, *tables_in(path)]
+    return "\n\n".join(made)
 
 
 def drift() -> str:
@@ -85,9 +90,13 @@ def bench_files(name: str) -> list[Path]:
 
 
 def bench_tables(name: str) -> list[str]:
+    return [made for path in bench_files(name) for made in tables_in(path)]
+
+
+def tables_in(path: Path) -> list[str]:
     from benchmarks.tables import load, tables_of  # imports torch
 
-    return [markdown(made) for path in bench_files(name) for made in tables_of(load(path))]
+    return [markdown(made) for made in tables_of(load(path))]
 
 
 def peer_results() -> list[dict[str, Any]]:

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 
 def function_calls(work: Callable[[], Any]) -> int:
     """How many functions `work` calls, those of C among them."""
@@ -20,3 +22,11 @@ def function_calls(work: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(before)
     return count
+
+
+def module_walks(monkeypatch: Any) -> list[str]:
+    """A list that grows by the class of a model whenever its modules are gone through."""
+    walks: list[str] = []
+    modules = nn.Module.modules
+    monkeypatch.setattr(nn.Module, "modules", lambda model: (walks.append(type(model).__name__), modules(model))[1])
+    return walks

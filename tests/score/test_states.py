@@ -1,16 +1,18 @@
 """Hidden states at the decisions, packed and call by call."""
 
 import logging
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from calls import mem1_calls, mixed_calls
+from work import module_walks
 
 from memopd.attention import plan
 from memopd.compile import compile_calls, fill
 from memopd.models.load import backbone
-from memopd.score import call_states, decision_states, packed_logprobs
+from memopd.score import call_states, decision_states, many_passes, packed_logprobs
 from memopd.types import Call
 from memopd.verify.families import FAMILIES, tiny_model
 
@@ -111,6 +113,27 @@ def test_dropout_anywhere_is_refused_while_training():
     decision_states(model.eval(), packed, "dense")
     with pytest.raises(ValueError, match="dropout must be 0"):
         decision_states(model.train(), packed, "dense")
+
+
+@pytest.mark.parametrize("family", ["llama", UNSHARED[0]])
+def test_many_passes_go_through_the_modules_once(family, monkeypatch):
+    """However many passes; and every pass gives what it gives alone, also after a block that an error ended."""
+    model, packed = tiny_model(family).train(), compile_calls(mem1_calls(0, calls=2))
+    expected, setting = decision_states(model, packed, "dense"), model.config._attn_implementation
+    walks = module_walks(monkeypatch)
+    for passes in (1, 4):
+        with many_passes(model), many_passes(model) as share:
+            found = [decision_states(model, packed, "dense") for _ in range(passes)]
+        assert share.shared == (family == "llama")
+        assert all(torch.equal(states, expected) for states in found)
+        assert model.config._attn_implementation == setting
+    assert walks[: len(walks) // 2] == walks[len(walks) // 2 :]
+    with pytest.raises(KeyError), many_passes(model):
+        raise KeyError
+    model.extra = torch.nn.Dropout(0.1)
+    for block in (many_passes(model), nullcontext()):
+        with pytest.raises(ValueError, match="dropout must be 0"), block:
+            decision_states(model, packed, "dense")
 
 
 def test_dropout_is_named_before_the_head_is_blamed_for_it():

@@ -11,6 +11,7 @@ from calls import mem1_calls
 from random_adapter import write_random
 from safetensors.torch import load_file
 from tiny import recorded, save_model, word_tokenizer, workshop
+from work import module_walks
 
 from memopd.config import load_config
 from memopd.engine.protocol import Request
@@ -109,6 +110,21 @@ def test_each_root_computes_with_its_own_adapter():
         assert all(torch.equal(states[at], teacher[at]) for at in teacher)
         assert torch.equal(policy_scores(learner.reference, batch, 1.0), alone["start"])
         assert not values(learner.critic, batch).any()  # its head starts at zero
+
+
+def test_an_update_goes_through_the_modules_as_often_with_many_packs_as_with_few(monkeypatch):
+    """A model with adapters has thousands of modules: a walk through them for every pass takes as long as the pass."""
+    found, all_walks = {}, module_walks(monkeypatch)
+    for budget in ("2048", "400"):
+        learner = build(settings(**shared_teacher(), optimise__budget=budget), CPU)
+        one_update(learner)  # which looks for the layers with adapters
+        before = len(all_walks)
+        one_update(learner)
+        packs = sum(len(batch.work) for batch in batches_of(learner.config))
+        found[packs] = len(all_walks) - before
+    (few, walks), (many, same) = found.items()
+    assert many > 2 * few
+    assert walks == same
 
 
 def test_without_a_start_the_reference_is_the_bare_base_and_the_student_starts_there():

@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -245,9 +245,19 @@ def activate(model: Any, name: str | None) -> None:
     PEFT's own `set_adapter` would also freeze all other adapters, which are trained in turn here. FSDP does not notice
     such a change of a sharded weight.
     """
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module._active_adapter = [] if name is None else [name]
+    activate_in(tuner_layers(model), name)
+
+
+def tuner_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def activate_in(layers: Sequence[Any], name: str | None) -> None:
+    """`activate` for those who know the layers. Finding them takes as long as a pass of a small model."""
+    wanted = [] if name is None else [name]
+    for layer in layers:
+        if layer._active_adapter != wanted:
+            layer._active_adapter = wanted
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, Tensor]:

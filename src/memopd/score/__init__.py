@@ -4,7 +4,7 @@ from memopd.score.divergences import DIVERGENCES, Divergence, divergence_of, rev
 from memopd.score.head import Head, head_of
 from memopd.score.rows import packed_rows
 from memopd.score.score import Scores, packed_logprobs, score, teacher_target
-from memopd.score.states import call_states, decision_states
+from memopd.score.states import call_states, decision_states, many_passes
 from memopd.score.vocabulary import Target, VocabularyScores, vocabulary_scores
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "decision_states",
     "divergence_of",
     "head_of",
+    "many_passes",
     "packed_logprobs",
     "packed_rows",
     "reverse_kl",

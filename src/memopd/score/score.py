@@ -13,7 +13,7 @@ from memopd.compile import Packed, compile_calls, fill
 from memopd.models.device import to_device
 from memopd.score.divergences import Divergence, reverse_kl
 from memopd.score.head import head_of
-from memopd.score.states import decision_states
+from memopd.score.states import decision_states, many_passes
 from memopd.score.vocabulary import Target, vocabulary_scores
 from memopd.types import Call, Sampling
 
@@ -46,15 +46,17 @@ def score(
         raise ValueError(f"the teacher's states are of {len(teacher.states)} decisions, these packs have {decisions}")
     if is_critic(model):
         precise = model.score.weight.dtype  # a value head over a base in half precision is in float32
-        values = [model.score(decision_states(model, p, attention).to(precise))[:, 0] for p in packs]
+        with many_passes(model):
+            values = [model.score(decision_states(model, p, attention).to(precise))[:, 0] for p in packs]
         return Scores(value=torch.cat(values))
     head, at, parts = head_of(model), 0, []
-    for packed in packs:
-        states = decision_states(model, packed, attention)
-        tokens = to_device(packed.decisions.token, states.device, torch.long)
-        target = None if teacher is None else replace(teacher, states=teacher.states[at : at + len(tokens)])
-        parts.append(vocabulary_scores(head, states, tokens, temperature, target))
-        at += len(tokens)
+    with many_passes(model):
+        for packed in packs:
+            states = decision_states(model, packed, attention)
+            tokens = to_device(packed.decisions.token, states.device, torch.long)
+            target = None if teacher is None else replace(teacher, states=teacher.states[at : at + len(tokens)])
+            parts.append(vocabulary_scores(head, states, tokens, temperature, target))
+            at += len(tokens)
     return Scores(
         logprob=torch.cat([p.logprob for p in parts]),
         entropy=torch.cat([p.entropy for p in parts]),
@@ -86,8 +88,9 @@ def teacher_target(
     # The detached head stays on its device even if the teacher itself moves to another one later.
     bias = None if head.bias is None else head.bias.detach()
     head = replace(head, weight=head.weight.detach(), bias=bias)
-    states = torch.cat([decision_states(teacher, p, attention).to(keep_on or head.weight.device) for p in packs])
-    return Target(head, states, divergence)
+    with many_passes(teacher):
+        states = [decision_states(teacher, p, attention).to(keep_on or head.weight.device) for p in packs]
+    return Target(head, torch.cat(states), divergence)
 
 
 @overload

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -15,21 +18,47 @@ from memopd.models.attention import planned_attention
 from memopd.models.compiled import scheme_for
 from memopd.models.device import to_device
 from memopd.models.load import backbone
-from memopd.models.support import check_dropout, check_length, sharing
+from memopd.models.support import Sharing, check_dropout, check_length, sharing
+
+
+class _Thread(local):
+    def __init__(self) -> None:
+        self.ready: dict[int, Sharing] = {}  # by the id of a model inside `many_passes`
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def many_passes(model: Any) -> Iterator[Sharing]:
+    """Inside the block, what holds for all passes of a model is checked and set once: dropout, sharing, attention.
+
+    A model with several adapters has thousands of modules. To go through them for every pass takes a GPU's host longer
+    than to start a small model's layers. The block gives whether calls share rows; it may be entered again.
+    """
+    if (known := _thread.ready.get(id(model))) is not None:
+        yield known
+        return
+    check_dropout(model)
+    share = sharing(model)
+    with planned_attention(model) if share.shared else nullcontext():
+        _thread.ready[id(model)] = share
+        try:
+            yield share
+        finally:
+            del _thread.ready[id(model)]
 
 
 def decision_states(model: Any, packed: Packed, attention: str = "auto") -> Tensor:
     """[D, H]: the last hidden state at g(t, k) for every sampled token, in the order of `packed.decisions`."""
     check_length(model, int(packed.positions.max()) + 1)
     check_ids(model, packed.tokens, packed.decisions.token)
-    check_dropout(model)
-    share = sharing(model)
-    if not share.shared:
-        log_once(f"{share.reason}: its calls run one by one, exact but unshared", logging.WARNING)
-        return _unshared_states(model, packed)
     device = next(model.parameters()).device
-    plan = make_plan(packed, attention, model)
-    with planned_attention(model):
+    with many_passes(model) as share:
+        if not share.shared:
+            log_once(f"{share.reason}: its calls run one by one, exact but unshared", logging.WARNING)
+            return _unshared_states(model, packed)
+        plan = make_plan(packed, attention, model)
         states = backbone(model)(
             input_ids=_row(packed.tokens, device),
             position_ids=_row(packed.positions, device),

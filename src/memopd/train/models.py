@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from memopd.compile import Packed
 from memopd.config import ModelConfig
-from memopd.models.adapters import activate, add_adapter
+from memopd.models.adapters import activate_in, add_adapter, tuner_layers
 from memopd.models.compiled import can_compile, prepare_layers
 from memopd.models.load import backbone
 from memopd.models.support import sharing
-from memopd.score import Head, Target, decision_states, head_of, score
+from memopd.score import Head, Target, decision_states, head_of, many_passes, score
 from memopd.train import ranks
 from memopd.train.masters import Masters
 
@@ -39,11 +39,16 @@ class Base(nn.Module):
         super().__init__()
         self.model = model
         self.critic = critic
+        self._layers: list[Any] = []  # those with adapters
 
     def forward(self, adapter: str | None, run: Callable[..., Any], *arguments: Any) -> Any:
         """Run a pass with a root's adapter. It stays active: with checkpointing, the backward pass runs layers anew."""
-        activate(self.model, adapter)
+        self.activate(adapter)
         return run(*arguments)
+
+    def activate(self, adapter: str | None) -> None:
+        self._layers = self._layers or tuner_layers(self.model)
+        activate_in(self._layers, adapter)
 
 
 class Root(nn.Module):
@@ -72,6 +77,10 @@ class Root(nn.Module):
     def run(self, *arguments: Any) -> Any:
         raise NotImplementedError
 
+    def passes(self) -> AbstractContextManager[Any]:
+        """A block around many passes, in which the model is checked and prepared once."""
+        return many_passes(self.model)
+
     def publish(self) -> None:
         """Make the model compute with `weights` after they changed."""
         if self.masters is not None:
@@ -80,7 +89,7 @@ class Root(nn.Module):
     def activate(self) -> None:
         """Make the model compute with this root's adapter, for those who run it without the root."""
         if self.base is not None:
-            activate(self.model, self.adapter)
+            self.base.activate(self.adapter)
 
 
 class PolicyRoot(Root):

@@ -85,7 +85,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         for step in range(run.first, steps):
             with run.stage("compile"):
                 batch = mini_batch([e.episode for e in batches[step]], budget)
-            with run.stage("update"):
+            with run.stage("update"), root.passes():
                 set_learning_rate(optimiser, learning_rate(s.lr, step, steps, WARMUP, "cosine"))
                 metrics = imitate(root, optimiser, batch, config.optimise.max_grad_norm)
             metrics["tokens_per_second"] = batch.tokens / sum(run.seconds.values())
