@@ -1,5 +1,6 @@
 """Adapters over one base in training: who computes with which, what is trained, what is kept, what is refused."""
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from work import module_walks
 
 from memopd.config import load_config
 from memopd.engine.protocol import Request
+from memopd.files import write_digests
 from memopd.models.adapters import adapter_weights, check_adapter, is_adapter_weight, load_adapter
 from memopd.models.load import load_causal_lm, load_tokenizer
 from memopd.score import packed_logprobs
@@ -344,6 +346,12 @@ def test_settings_that_do_not_agree_are_one_line(tmp_path):
         build(settings(model__student=str(shop() / "teacher")), CPU)
     with pytest.raises(ValueError, match="was trained on other weights than those of"):
         build(settings(model__teacher_adapter=str(shop() / "lora-guide")), CPU)
+    uneven = shutil.copytree(shop() / "lora-start", tmp_path / "uneven")
+    held = json.loads((uneven / "adapter_config.json").read_text())
+    (uneven / "adapter_config.json").write_text(json.dumps(held | {"use_rslora": True}))
+    write_digests(uneven)
+    with pytest.raises(ValueError, match=r"model.adapter: .*uneven has other ranks or scales than lora.rank"):
+        build(settings(model__adapter=str(uneven)), CPU)
     bare = {"sft.start": "shape.json", "sft.tokenizer": str(shop() / "student"), "sft.episodes": "x"}
     with pytest.raises(ValueError, match=r"shape\.json: has no weights to keep frozen"):
         sft(load_config(shop() / "config.toml", LORA | bare), tmp_path / "run")

@@ -63,6 +63,7 @@ class AdapterInfo:
     rank: int
     alpha: float
     layers: tuple[str, ...]  # the names of the layers that it adapts
+    uniform: bool  # rank and alpha say all of its shapes and scales
     verified: bool  # False: it was made elsewhere, and does not say which weights it was trained on
 
 
@@ -85,7 +86,8 @@ def check_adapter(folder: str, base: str) -> AdapterInfo:
         shapes = f"has shape {held[wrong[0]]}, and rank {config.r} on {base} needs {expected[wrong[0]]}"
         raise ValueError(f"{folder}: {wrong[0]} {shapes}: it is of another base or rank")
     layers = adapted_layers(model, "student")
-    return AdapterInfo(folder, base, config.r, config.lora_alpha, layers, _is_verified(folder, base))
+    uniform = not (config.rank_pattern or config.alpha_pattern or config.use_rslora)
+    return AdapterInfo(folder, base, config.r, config.lora_alpha, layers, uniform, _is_verified(folder, base))
 
 
 def _is_verified(folder: str, base: str) -> bool:

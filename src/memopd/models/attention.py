@@ -179,9 +179,9 @@ def planned_attention(model: Any) -> Iterator[None]:
     With gradient checkpointing, the backward pass runs the layers again and needs the same attention, so it stays set
     after the block. The layers get their scheme again; a later pass without one runs as usual.
     """
+    # Asked before the block: inside, an engine may start on another thread, which sets the model to eval mode.
+    runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
     with _block(model, NAME):
-        # Asked before the pass: an engine that starts meanwhile, on another thread, sets the model to eval mode.
-        runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
         _thread.depth += 1
         try:
             yield

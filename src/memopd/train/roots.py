@@ -147,6 +147,11 @@ def _add(model: torch.nn.Module, config: RunConfig, name: str, trainable: bool) 
 def _check_start(config: RunConfig, path: str) -> None:
     """The start adapter must be what [lora] says, or the settings of the run would not describe it."""
     found, wanted = check_adapter(config.model.adapter, path), config.lora
+    if not found.uniform:
+        raise ValueError(
+            f"model.adapter: {found.folder} has other ranks or scales than lora.rank and lora.alpha can say "
+            "(rank_pattern, alpha_pattern or use_rslora): start from an adapter without them, or merge it (memopd merge)"
+        )
     empty = empty_model(path)
     add_adapter(empty, new_config(wanted.rank, wanted.scale, wanted.targets), "student", trainable=False)
     if (found.rank, found.alpha, found.layers) != (wanted.rank, wanted.scale, adapted_layers(empty, "student")):
