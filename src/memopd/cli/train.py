@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)]
-Output = Annotated[Path, typer.Option("--output", "-o", help="The run directory to write; it must be new unless you pass --resume.")]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="The run directory to write; it must be new unless you pass --resume.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --output.")]
 
 

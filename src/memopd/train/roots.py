@@ -150,7 +150,7 @@ def _check_start(config: RunConfig, path: str) -> None:
     if not found.uniform:
         raise ValueError(
             f"model.adapter: {found.folder} has other ranks or scales than lora.rank and lora.alpha can say "
-            "(rank_pattern, alpha_pattern or use_rslora): start from an adapter without them, or merge it (memopd merge)"
+            "(rank_pattern, alpha_pattern or use_rslora): start from another one, or merge it first (memopd merge)"
         )
     empty = empty_model(path)
     add_adapter(empty, new_config(wanted.rank, wanted.scale, wanted.targets), "student", trainable=False)
