@@ -267,6 +267,8 @@ def test_import(call_main, tmp_path):
     assert status == 2
     assert one_line(err) == f"memopd: {output}: already has episode 'a'; remove it, or choose another -o"
     assert len(list(read_episodes(output))) == 2
+    status, out, _ = call_main("import", calls, "-o", tmp_path / "another", "--json")
+    assert (status, json.loads(out)) == (0, {"output": str(tmp_path / "another"), "episodes": 2})
     calls.write_text("")
     assert "contains no calls" in one_line(call_main("import", calls, "-o", tmp_path / "none")[2])
     assert not (tmp_path / "none").exists()

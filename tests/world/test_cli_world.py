@@ -86,8 +86,13 @@ def test_world_is_deterministic_and_refuses_to_overwrite(world, tmp_path):
 def test_rollout_goes_on_where_it_stopped(world, scripted, tmp_path):
     tasks, store = world / "tasks/dev-q2.parquet", tmp_path / "episodes"
     memopd("rollout", tasks, *scripted, "-o", store, "--limit", 3)
-    memopd("rollout", tasks, *scripted, "-o", store, "--limit", 5)
-    memopd("rollout", tasks, *scripted, "-o", tmp_path / "whole", "--limit", 5)
+    said = json.loads(memopd("rollout", tasks, *scripted, "-o", store, "--limit", 5, "--json"))
+    whole = memopd("rollout", tasks, *scripted, "-o", tmp_path / "whole", "--limit", 5)
+    calls = [c for e in read_episodes(store) for c in e.calls]
+    sampled = sum(len(c.completion) for c in calls)
+    counted = {"episodes": 5, "calls": len(calls), "sampled_tokens": sampled, "mean_reward": 2.0}
+    assert said == {"output": str(store), **counted}  # of the whole store, not of what was added; the oracle is right
+    assert f"5 episodes, {len(calls)} calls, {sampled:,} sampled tokens, mean reward 2.000" in whole
     found = [{e.id: e.calls for e in read_episodes(path)} for path in (store, tmp_path / "whole")]
     assert found[0] == found[1]
     assert len(found[0]) == 5

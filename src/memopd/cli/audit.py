@@ -44,6 +44,7 @@ def import_(
             "response_mask), skyrl (dumped batches), auto (whichever it is), or module:function for your own reader."
         ),
     ] = "auto",
+    as_json: Json = False,
 ) -> None:
     """Import recorded calls of any sampler or trainer into an episode store."""
     from memopd.record import import_episodes, read_episodes, write_episodes
@@ -60,7 +61,8 @@ def import_(
             raise ValueError(f"{file}: contains no calls")
 
     count = write_episodes(output, track("episodes", new_episodes()))
-    print(f"{output}: {count} episode{'s' * (count > 1)}")
+    said = f"{output}: {count} episode{'s' * (count > 1)}"
+    print(json.dumps({"output": str(output), "episodes": count}) if as_json else said)
 
 
 @app.command()

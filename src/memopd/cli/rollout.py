@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import wraps
@@ -139,6 +139,36 @@ def with_protocol(play: Play, context: typer.Context) -> Play:
     return replace(made, grading=Grading(made.grading))
 
 
+@dataclass(slots=True)
+class Stored:
+    """What a store has."""
+
+    episodes: int = 0
+    calls: int = 0
+    sampled_tokens: int = 0
+    rewards: float = 0.0
+
+    def counted(self, episodes: Iterable[Any]) -> Iterator[Any]:
+        for episode in episodes:
+            self.episodes += 1
+            self.calls += len(episode.calls)
+            self.sampled_tokens += sum(len(c.completion) for c in episode.calls)
+            self.rewards += episode.reward
+            yield episode
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.rewards / self.episodes if self.episodes else None
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {name: getattr(self, name) for name in ("episodes", "calls", "sampled_tokens")}
+        return counts | {"mean_reward": self.mean_reward}
+
+    def __str__(self) -> str:
+        reward = "" if self.mean_reward is None else f", mean reward {self.mean_reward:.3f}"
+        return f"{self.episodes:,} episodes, {self.calls:,} calls, {self.sampled_tokens:,} sampled tokens{reward}"
+
+
 def sampling_of(play: Play) -> Any:
     from memopd.types import Sampling
 
@@ -156,6 +186,7 @@ def rollout(
     play: Play,
     samples: Annotated[int, typer.Option(help="Episodes per task.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="The seed of the sampling.")] = 0,
+    as_json: Json = False,
 ) -> None:
     """Sample episodes and record every call: the tokens it read, the tokens it sampled, and their log-probabilities."""
     from memopd.agent import repeat
@@ -167,9 +198,9 @@ def rollout(
     pairs = list(repeat(read_tasks(tasks)[: play.limit], samples))
     if output.suffix == ".parquet":
         raise ValueError(f"{output}: must be a folder: episodes are added to it as they finish")
-    done = set()
+    done, stored = set(), Stored()
     if output.is_dir() and any(output.glob("*.parquet")):
-        for episode in read_episodes(output):
+        for episode in stored.counted(read_episodes(output)):
             check_same_settings(episode, output, seed, play.memory, sampling)
             done.add(episode.id)
     pairs = [pair for pair in pairs if pair[0] not in done]
@@ -179,9 +210,10 @@ def rollout(
     if play.model and sampling.training_note:
         log.warning(f"{output}: {sampling.training_note}")
     agent = agents(play, sampling)(pairs, seed)
-    episodes = (episode for episode, _ in played(agent, pairs, seed))
-    written = sum(write_episodes(output, part) for part in in_parts(progress(episodes, len(pairs))))
-    print(f"{output}: {written + len(done)} episodes")
+    episodes = stored.counted(episode for episode, _ in played(agent, pairs, seed))
+    for part in in_parts(progress(episodes, len(pairs))):
+        write_episodes(output, part)
+    print(json.dumps({"output": str(output), **stored.as_dict()}) if as_json else f"{output}: {stored}")
 
 
 @app.command()
