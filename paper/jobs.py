@@ -35,6 +35,7 @@ class Job:
     log: Path  # the output of the process
     ready: Callable[[], bool] = lambda: True  # whether it can start; an evaluation waits for its training
     after: str = ""  # the job whose files it reads; while that is not finished, nobody knows if this one is
+    needs: tuple[str, ...] = ()  # jobs that must have ended before it starts
     progress: Callable[[], str] = lambda: ""  # the progress in one word
 
 
@@ -68,7 +69,7 @@ def run_jobs(jobs: Sequence[Job], concurrent: int, until: float | None = None) -
                 made.unfinished = [r.job.name for r in running] + [job.name for job, _ in waiting]
                 log.info("the time is over; not finished: %s", ", ".join(made.unfinished))
                 break
-            while len(running) < concurrent and (i := _first_ready(waiting)) is not None:
+            while len(running) < concurrent and (i := _first_ready(waiting, running)) is not None:
                 job, tries = waiting.pop(i)
                 if job.name in missing or not job.finished():
                     running.append(_start(job, tries, min(concurrent, len(waiting) + len(running) + 1)))
@@ -97,8 +98,10 @@ def run_jobs(jobs: Sequence[Job], concurrent: int, until: float | None = None) -
     return made
 
 
-def _first_ready(waiting: Sequence[tuple[Job, int]]) -> int | None:
-    return next((i for i, (job, _) in enumerate(waiting) if job.ready()), None)
+def _first_ready(waiting: Sequence[tuple[Job, int]], running: Sequence[_Running]) -> int | None:
+    """If what a job needs has failed, the job starts all the same, and its own error says what is missing."""
+    open_ = {job.name for job, _ in waiting} | {one.job.name for one in running}
+    return next((i for i, (job, _) in enumerate(waiting) if job.ready() and not open_ & set(job.needs)), None)
 
 
 def _end(running: Sequence[_Running]) -> None:

@@ -68,6 +68,7 @@ class Suite:
     concurrent: int = Field(default=1, ge=1)  # processes; several may share a GPU
     evaluation: Evaluation = field(default_factory=Evaluation)
     conventions: dict[str, Convention] = field(default_factory=dict)  # besides that of `evaluation`
+    starts: dict[str, str] = field(default_factory=dict)  # run of `memopd sft` that arms need -> its configuration
 
     def seeds_of(self, system: str) -> tuple[int, ...]:
         return self.seeds if system in self.arms or system in self.repeated else (0,)

@@ -57,6 +57,25 @@ class Work:
     def under(self, convention: str) -> Work:
         return replace(self, suite=self.suite.under(convention), convention=convention)
 
+    # ---- what the arms start from --------------------------------------------------------------------------------
+
+    def starting_jobs(self) -> Iterator[Job]:
+        for run, config in self.suite.starts.items():
+            yield self._starting_job(Path(run), config)
+
+    def _starting_job(self, run: Path, config: str) -> Job:
+        def command() -> list[str]:
+            line = [sys.executable, "-m", "memopd.cli", "sft", config, "--output", str(run)]
+            return [*line, "--resume"] if run.is_dir() else line
+
+        adapter = run / "adapter" / "adapter_config.json"
+        return Job(f"sft:{run.name}", command, adapter.is_file, self.folder / "logs" / f"sft-{run.name}.log")
+
+    def needs_of(self, adapters: Sequence[str]) -> tuple[str, ...]:
+        """The starting jobs that make these adapters."""
+        paths = {Path(adapter) for adapter in adapters if adapter}
+        return tuple(f"sft:{Path(run).name}" for run in self.suite.starts if Path(run, "adapter") in paths)
+
     # ---- training ----------------------------------------------------------------------------------------------
 
     def first_like(self, arm: str) -> str:
@@ -106,7 +125,9 @@ class Work:
             return f"{lines[-1]['step'] + 1}/{config.optimise.steps}" if lines else ""
 
         log = self.folder / "logs" / f"train-{run.name}.log"
-        return Job(f"train:{run.name}", command, finished, log, progress=progress)
+        guide = "" if config.teacher.state == "none" else config.model.teacher_adapter
+        needs = self.needs_of([config.model.adapter, guide])
+        return Job(f"train:{run.name}", command, finished, log, progress=progress, needs=needs)
 
     def _is_evaluated(self, arm: str, seed: int) -> bool:
         """Whether its settings, all metrics and all evaluations exist, so that nobody needs the weights.
@@ -182,9 +203,10 @@ class Work:
             command,
             lambda: all(is_made(plan, part) for part in plan.parts),
             self.folder / "logs" / f"evaluate-{how}-{name}.log",
-            lambda: plan.exists,
-            f"train:{name}",
-            lambda: f"{sum(Path(part.output).is_file() for part in plan.parts)}/{len(plan.parts)}",
+            ready=lambda: plan.exists,
+            after=f"train:{name}",
+            needs=self.needs_of([plan.adapter]),
+            progress=lambda: f"{sum(Path(part.output).is_file() for part in plan.parts)}/{len(plan.parts)}",
         )
 
     def jobs(self) -> list[Job]:
@@ -192,7 +214,9 @@ class Work:
         seeds = [replace(self, suite=replace(self.suite, seeds=(seed,))) for seed in self.suite.seeds]
         ordered = [job for one in seeds for job in (*one.training_jobs(), *one.evaluation_jobs())]
         # Models that are not trained here are sampled with seed 0, also if that is not a seed of the arms.
-        return list({job.name: job for job in (*ordered, *self.evaluation_jobs())}.values())
+        made = {job.name: job for job in (*ordered, *self.evaluation_jobs())}
+        needed = {name for job in made.values() if job.needs and not job.finished() for name in job.needs}
+        return [*(job for job in self.starting_jobs() if job.name in needed), *made.values()]
 
 
 @lru_cache

@@ -152,10 +152,35 @@ def test_a_finished_run_with_an_arms_settings_is_taken_over(tmp_path):
     assert not any(path.name.startswith(".") for path in (tmp_path / "work" / "q2").iterdir())
 
 
+SFT = """
+[lora]
+rank = 4
+alpha = 8
+
+[sft]
+start = "{folder}/model"
+episodes = ["{folder}/world/oracle/train/mem1/q1.parquet"]
+tokens = 4000
+batch = 2000
+
+[run]
+dev_every = 0
+"""
+
+
 @pytest.mark.slow
 def test_the_command_trains_evaluates_and_chooses(file, tmp_path, monkeypatch):
-    """Real runs of a tiny model. A second command finds everything and chooses the same."""
+    """Real runs of a tiny model, SFT first. A second command finds everything and chooses the same."""
     monkeypatch.chdir(ROOT)
+    (tmp_path / "sft.toml").write_text(SFT.format(folder=shop()))
+    runs = {name: tmp_path / name for name in ("start", "guide")}
+    training = (shop() / "training-lora.toml").read_text()
+    for name, run in runs.items():
+        training = training.replace(f"{shop()}/{name}", f"{run}/adapter")
+    (tmp_path / "training.toml").write_text(training)
+    starts = "\n".join(f'"{run}" = "{tmp_path}/sft.toml"' for run in runs.values())
+    text = file.read_text().replace(f"{shop()}/training-lora.toml", f"{tmp_path}/training.toml")
+    file.write_text(f"{text}\n[starts]\n{starts}\n")
     words = ("choices", "--config", file, "--work", tmp_path / "work", "--output", tmp_path / "out")
     first = command(app, *words)
     made = json.loads((tmp_path / "out" / "choices.json").read_text())

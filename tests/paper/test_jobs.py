@@ -61,6 +61,23 @@ def test_a_job_starts_when_it_is_ready_and_is_left_out_if_it_never_is(tmp_path):
     assert not (tmp_path / "fourth").exists()
 
 
+def test_a_job_waits_until_what_it_needs_has_ended(tmp_path):
+    """`second` and `third` need `first`, which is slow. `late` needs one that fails, and says itself what it lacks."""
+    order = tmp_path / "order"
+    script = f"echo {{done}} >> {order}; touch {{done}}"
+    first = shell("first", tmp_path, f"sleep 0.2; {script}")
+    second, third, late = (shell(name, tmp_path, script) for name in ("second", "third", "late"))
+    bad = shell("bad", tmp_path, "echo no; exit 1")
+    needing = [replace(job, needs=("first",)) for job in (second, third)]
+    late = replace(late, command=lambda: ["sh", "-c", "echo there is no bad; exit 1"], needs=("bad",))
+    made = run_jobs([*needing, late, first, bad], concurrent=3)
+    assert [Path(line).name for line in order.read_text().split()][0] == "first"
+    assert all((tmp_path / name).exists() for name in ("second", "third"))
+    assert made.failed == {"bad": "no", "late": "there is no bad"}
+    run_jobs([replace(shell("fourth", tmp_path, "touch {done}"), needs=("first",)), first], concurrent=1)
+    assert (tmp_path / "fourth").exists()  # what is finished keeps nobody waiting
+
+
 def test_as_many_at_once_as_asked_and_no_more(tmp_path):
     """The first waits for the second: alone it would wait for ever."""
     marks = tmp_path / "marks"

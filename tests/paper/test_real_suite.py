@@ -100,6 +100,9 @@ def test_every_shipped_file_loads():
     suite = load(Suite, REAL / "suite.toml")
     assert list(suite.arms)[:5] == ["ppo", "memopd", "memopd-0.02", "persistent", "teacher-only"]
     assert suite.seeds == (0, 1, 2)
+    for run, config in suite.starts.items():
+        assert load_config(config).sft.episodes
+        assert f"{run}/adapter" in Path(suite.training).read_text()
     for name in ("main", "control", "single", "long", "groups", "memories"):
         shown = load(Shown, REAL / f"{name}.toml")
         check_systems(shown, suite, name)
@@ -157,6 +160,35 @@ def test_a_run_is_finished_with_its_adapter(work):
     assert "--teacher.weight=0.5" in job.command()
     (run / "adapter" / "adapter_config.json").touch()
     assert job.finished()
+
+
+def test_what_arms_start_from_is_trained_first(tmp_path):
+    """Whoever reads an adapter waits for its training, an arm without a teacher not for the teacher's."""
+    start, guide = tmp_path / "start", tmp_path / "guide"
+    wanted = (("teacher-mem1", 1), ("student-mem1", 1), ("ppo", 1), ("memopd", 1))
+    suite = replace(load(Suite, shop() / "suite-lora.toml"), seeds=(0,), conventions={})
+    suite = replace(suite, starts={str(start): "student.toml", str(guide): "teacher.toml"})
+    named = {"model.adapter": f"{start}/adapter", "model.teacher_adapter": f"{guide}/adapter"}
+    work = Work(suite, tmp_path / "work", wanted, overrides=tuple(named.items()))
+    assert {job.name: job.needs for job in work.jobs()} == {
+        "sft:start": (), "sft:guide": (), "train:ppo-0": ("sft:start",), "train:memopd-0": ("sft:start", "sft:guide"),
+        "evaluate:student-0": ("sft:start",), "evaluate:teacher-0": ("sft:guide",),
+        "evaluate:ppo-0": (), "evaluate:memopd-0": (),
+    }  # fmt: skip
+    job = work.jobs()[0]
+    assert job.command()[-4:] == ["sft", "student.toml", "--output", str(start)]
+    assert not job.finished()
+    (start / "adapter").mkdir(parents=True)
+    assert job.command()[-1] == "--resume"
+    (start / "adapter" / "adapter_config.json").touch()
+    assert job.finished()
+    only_ppo = replace(work, wanted=(("ppo", 1),))
+    assert [job.name for job in only_ppo.jobs()] == ["sft:start", "train:ppo-0", "evaluate:ppo-0"]
+    run = work.run_of("ppo", 0)
+    (run / "adapter").mkdir(parents=True)
+    (run / "config.json").write_text(only_ppo.config_of("ppo", 0).as_json())
+    (run / "adapter" / "adapter_config.json").touch()
+    assert [job.name for job in only_ppo.jobs()] == ["train:ppo-0", "evaluate:ppo-0"]  # nobody needs the start now
 
 
 # ---- evaluation
@@ -234,9 +266,8 @@ def test_the_command_chooses_the_version_and_its_jobs(tmp_path, monkeypatch):
         return CliRunner().invoke(app, ["main", "control", "--work", str(tmp_path), *words])
 
     wrong = command("--of", "real", "--only", "train:pop-0")
-    assert "unknown job 'train:pop-0': choose from train:ppo-0, train:memopd-0, train:memopd-0.02-0," in str(
-        wrong.exception
-    )
+    known = "sft:sft-student, sft:sft-teacher, train:ppo-0, train:memopd-0, train:memopd-0.02-0,"
+    assert f"unknown job 'train:pop-0': choose from {known}" in str(wrong.exception)
     monkeypatch.setattr("paper.suite.make", made)
     before = time.monotonic()
     done = command("--of", "real", "--only", "train:ppo-0,evaluate:ppo-0", "--concurrent", "3", "--minutes", "9")
