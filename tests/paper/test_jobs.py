@@ -71,7 +71,7 @@ def test_a_job_waits_until_what_it_needs_has_ended(tmp_path):
     needing = [replace(job, needs=("first",)) for job in (second, third)]
     late = replace(late, command=lambda: ["sh", "-c", "echo there is no bad; exit 1"], needs=("bad",))
     made = run_jobs([*needing, late, first, bad], concurrent=3)
-    assert [Path(line).name for line in order.read_text().split()][0] == "first"
+    assert Path(order.read_text().split()[0]).name == "first"
     assert all((tmp_path / name).exists() for name in ("second", "third"))
     assert made.failed == {"bad": "no", "late": "there is no bad"}
     run_jobs([replace(shell("fourth", tmp_path, "touch {done}"), needs=("first",)), first], concurrent=1)
