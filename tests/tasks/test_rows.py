@@ -217,7 +217,7 @@ def test_tasks_of_a_part_in_an_order_of_their_own(tmp_path):
     split = saved(tmp_path / "split.json", {"nq": {"rl": [f"n{i}" for i in range(30)], "dev": ["n30", "n31"]}})
 
     def ids(*options):
-        output = tmp_path / "t.parquet"
+        output = tmp_path / f"t{len(list(tmp_path.iterdir()))}.parquet"
         given = ["tasks", "build", nq, "-k", 2, "--split", split, "-o", output, *options]
         done = CliRunner().invoke(app, [str(a) for a in given])
         assert done.exit_code == 0, done.output

@@ -52,10 +52,19 @@ def test_names_and_limits(tmp_path):
     path = questions(tmp_path / "train.jsonl", 9)
     assert memopd_tasks("build", path, "--source", "nq", "--limit", 2, "-o", tmp_path / "t.parquet").exit_code == 0
     assert [t.id for t in read_tasks(tmp_path / "t.parquet")] == ["nq-q2-train-0", "nq-q2-train-2"]
-    done = memopd_tasks("build", path, path, "--source", "nq", "-o", tmp_path / "t.parquet")
+    done = memopd_tasks("build", path, path, "--source", "nq", "-o", tmp_path / "u.parquet")
     assert "--source was given 1 times for 2 files" in str(done.exception)
-    done = memopd_tasks("build", path, path, "-o", tmp_path / "t.parquet")
+    done = memopd_tasks("build", path, path, "-o", tmp_path / "u.parquet")
     assert "'train-q2-train-0' occurs twice; give the data sets different names" in str(done.exception)
+
+
+def test_tasks_that_exist_are_not_replaced(tmp_path):
+    """Results name them: another -k or seed under the same name would change what was measured."""
+    path, output = questions(tmp_path / "nq.jsonl", 4), tmp_path / "t.parquet"
+    assert memopd_tasks("build", path, "-o", output).exit_code == 0
+    before = output.read_bytes()
+    assert "t.parquet: already exists" in str(memopd_tasks("build", path, "-k", 1, "-o", output).exception)
+    assert output.read_bytes() == before
 
 
 def test_malformed_rows_are_skipped_only_when_asked(tmp_path, caplog):
@@ -85,7 +94,7 @@ def test_questions_of_one_kind(tmp_path):
     assert done.exit_code == 0, done.output
     (task,) = read_tasks(tmp_path / "t.parquet")
     assert [q.id for q in task.questions] == ["1", "3", "5"]
-    done = memopd_tasks("build", path, "--kind", "bridges", "-o", tmp_path / "t.parquet")
+    done = memopd_tasks("build", path, "--kind", "bridges", "-o", tmp_path / "u.parquet")
     assert "no data set has 2 questions of kind 'bridges'" in str(done.exception)
 
 

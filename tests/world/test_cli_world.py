@@ -114,10 +114,25 @@ def test_evaluate(world, scripted, tmp_path):
     shown = memopd("evaluate", *files, *common, "--policy", "oracle", "--against", tmp_path / "guess.json")
     for word in ("Q1 EM", "Q2 F1", "peak", "dependency", "time", "grading squad", "minus guess", "paired bootstrap"):
         assert word in shown
+    said = memopd("evaluate", *files, *common, *known, "-o", tmp_path / "guess.json", status=2)
+    assert "guess.json: already exists; choose another name, or remove it" in said
     found = json.loads(memopd("evaluate", *files, *common, "--policy", "oracle", "--json", "--grading", "mem1"))
     assert [r["metrics"]["em"]["mean"] for r in found["results"]] == [1.0, 2.0]
     assert found["results"][0]["setting"]["grading"] == "mem1"
     assert len(found["tasks"][0][0]) == 10
+
+
+def test_a_comparison_that_cannot_be_made_is_refused_before_anything_is_sampled(world, scripted, tmp_path, monkeypatch):
+    tasks, other = world / "tasks/dev-q1.parquet", tmp_path / "other.json"
+    memopd("evaluate", tasks, *scripted, "--limit", 2, "-o", other)
+    monkeypatch.setattr("memopd.cli.rollout.played", lambda *_: pytest.fail("it was sampled"))
+    for options, why in (
+        ([tasks, "--limit", 2, "--against", tmp_path / "none.json"], "no such file"),
+        ([tasks, "--limit", 3, "--against", other], "has results of other tasks than"),
+        ([world / "tasks/dev-q2.parquet", "--limit", 2, "--against", other], "give the same tasks and the same --limit"),
+        ([tasks, tasks, "--limit", 2, "--against", other], "has results of 1 task files, and 2 are given"),
+    ):
+        assert why in " ".join(memopd("evaluate", *options, *scripted, status=2).split())
 
 
 def test_a_protocol_reaches_a_rollout_and_an_option_wins(world, scripted, tmp_path):

@@ -28,28 +28,41 @@ class Evaluation:
         per_task = [[[asdict(m) for m in run] for run in runs] for runs in self.runs]
         return {"provenance": self.made, "results": [r.as_dict() for r in self.results], "tasks": per_task}
 
-    def tables(self, against: Path | None) -> Iterator[Any]:
+    def tables(self, against: Sequence[Other] | None) -> Iterator[Any]:
         yield table_1(self.results)
         if single := [r for r in self.results if r.k == 1]:
             yield table_2(single)
         yield costs_table(self.results)
         if against is None:
             return
-        for mine, line, (system, b) in zip(self.runs, self.results, _read(against), strict=True):
+        for mine, line, (system, b) in zip(self.runs, self.results, against, strict=True):
             a = [m for run in mine for m in run]
             compared = {metric: compare(a, b, metric) for metric in COMPARED}  # type: ignore[arg-type]
             yield comparison_table(f"{line.system}, Q{line.k}", system, compared)
 
 
-def _read(file: Path) -> list[tuple[str, list[Measures]]]:
-    """The system and its measures, for each of the task files, that `as_dict` described."""
+Other = tuple[str, list[Measures]]  # another system, and its measures of one of the task files
+
+
+def read_other(file: Path, files: Sequence[Path], limit: int | None) -> list[Other]:
+    """What `as_dict` described, of the same tasks. Read before anything is sampled, which may take hours."""
     other = read_object(file)
     warn_changed(file, other.get("provenance", {}))
     try:
         pairs = zip(other["results"], other["tasks"], strict=True)
-        return [(line["system"], [Measures(**m) for run in runs for m in run]) for line, runs in pairs]
+        found = [(line["system"], [Measures(**m) for run in runs for m in run]) for line, runs in pairs]
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: not written by `memopd evaluate -o` ({type(error).__name__}: {error})") from None
+    if len(found) != len(files):
+        raise ValueError(f"{file}: has results of {len(found)} task files, and {len(files)} are given: give the same")
+    for (_, measures), tasks in zip(found, files, strict=True):
+        only = {m.task for m in measures} ^ {task.id for task in read_tasks(tasks)[:limit]}
+        if only:
+            raise ValueError(
+                f"{file}: has results of other tasks than {tasks}, for example {min(only)!r}: give the same tasks and "
+                "the same --limit"
+            )
+    return found
 
 
 def evaluate(

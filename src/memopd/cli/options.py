@@ -45,8 +45,17 @@ def run(app: typer.Typer) -> None:
     except (ValueError, OSError) as error:  # a user's mistake; any other error is a bug and keeps its traceback
         if os.environ.get("MEMOPD_DEBUG"):
             raise
-        err.print(f"memopd: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
+        err.print(f"memopd: {' '.join(_said(error).split())}", style="red", markup=False, soft_wrap=True)
         sys.exit(2)
+
+
+def _said(error: ValueError | OSError) -> str:
+    """An error of the system as we would say it: the file first, no number."""
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"{error.filename}: no such file"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return str(error)
 
 
 class Precision(StrEnum):

@@ -232,14 +232,18 @@ def evaluate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="A JSON file to write the results to, with those of every task."),
+        typer.Option("-o", "--output", help="A new JSON file for the results, with those of every task."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure EM, F1, peak, dependency and time, the columns of the paper's Tables 1 and 2."""
     from memopd.cli.evaluation import evaluate as run
+    from memopd.cli.evaluation import read_other
     from memopd.evaluate import Setting
 
+    if output is not None and output.exists():
+        raise ValueError(f"{output}: already exists; choose another name, or remove it")
+    other = None if against is None else read_other(against, tasks, play.limit)
     sampling = sampling_of(play)
     check(play)
     agent_of = agents(play, sampling)
@@ -260,7 +264,7 @@ def evaluate(
     if as_json:
         print(json.dumps(plain(results.as_dict())))
     else:
-        for table in results.tables(against):
+        for table in results.tables(other):
             out.print(table)
 
 

@@ -41,10 +41,15 @@ def ids_of(split: Path | None, part: str | None) -> frozenset[str] | None:
     return read_split(split, part)
 
 
+def check_new(output: Path) -> None:
+    if output.exists():
+        raise ValueError(f"{output}: already exists, and other files may depend on it; choose another name")
+
+
 @app.command()
 def build(
     questions: Questions,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The Parquet file to write.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The Parquet file to write; must not exist.")],
     k: Annotated[int, typer.Option("-k", min=1, help="Questions per task.")] = 2,
     source: Sources = None,
     split: Split = None,
@@ -57,6 +62,7 @@ def build(
     ] = None,
 ) -> None:
     """Group the questions of each data set into tasks of k, with our prompt, in the schema of Search-R1 and verl."""
+    check_new(output)
     from memopd.agent.protocol import user_message
     from memopd.tasks import Task
     from memopd.tasks.files import group, read_sets, write_tasks
@@ -87,8 +93,7 @@ def split(
     skip_bad: SkipBad = False,
 ) -> None:
     """Divide the questions of each data set into parts that share none, for --split and --part of other commands."""
-    if output.exists():
-        raise ValueError(f"{output}: already exists, and other files may depend on it; choose another name")
+    check_new(output)
     from memopd.files import whole
     from memopd.tasks.files import divide, read_sets
 

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,17 +51,11 @@ class Run:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
-        self._show(name)
         try:
-            yield
+            with _shown(name):
+                yield
         finally:
-            self._show("")
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-
-    def _show(self, name: str) -> None:
-        """Show the current stage on a terminal, because a step may take minutes."""
-        if ranks.rank() == 0 and sys.stderr.isatty():
-            print(f"\r\033[K{name}", end="\r", file=sys.stderr, flush=True)
 
     def episodes(self, step: int, episodes: Sequence[Episode]) -> None:
         if ranks.rank() == 0:
@@ -92,6 +86,19 @@ class Run:
         finite = {name: value for name, value in line.items() if value is not None and name != "step"}
         for tracker in self.trackers:
             tracker.log(step, finite)
+
+
+def _shown(stage: str) -> AbstractContextManager[Any]:
+    """Show the stage and its time on a terminal, because a step may take minutes."""
+    if ranks.rank() != 0 or not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    shown = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2)
+    shown.add_task(stage, total=None)
+    return shown
 
 
 def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
