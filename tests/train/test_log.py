@@ -21,11 +21,19 @@ def test_a_stage_is_timed_also_if_it_fails(tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_shows_the_stage_and_its_time(tmp_path, monkeypatch, capsys, terminal):
+def test_a_terminal_shows_step_stage_and_time(tmp_path, monkeypatch, capsys, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with Run(tmp_path, 0, None).stage("score"):
-        pass
+    run = Run(tmp_path, 2, None)
+    assert list(run.progress("outside of a stage", "abc")) == ["a", "b", "c"]
+    for step in run.steps(4):
+        with run.stage("check"):
+            for _ in run.progress("calls alone", ["a", "b"]):
+                time.sleep(0.6)  # a terminal is refreshed twice a second
+    assert step == 3
     said = capsys.readouterr()
     assert said.out == ""
-    assert ("score" in said.err, "0:00:00" in said.err) == (terminal, terminal)
+    for part in ("step 3/4  check", "step 4/4  check", "calls alone 2/2", "0:00:01"):
+        assert (part in said.err) == terminal
+    if not terminal:
+        assert said.err == ""

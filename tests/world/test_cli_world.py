@@ -129,7 +129,10 @@ def test_a_comparison_that_cannot_be_made_is_refused_before_anything_is_sampled(
     for options, why in (
         ([tasks, "--limit", 2, "--against", tmp_path / "none.json"], "no such file"),
         ([tasks, "--limit", 3, "--against", other], "has results of other tasks than"),
-        ([world / "tasks/dev-q2.parquet", "--limit", 2, "--against", other], "give the same tasks and the same --limit"),
+        (
+            [world / "tasks/dev-q2.parquet", "--limit", 2, "--against", other],
+            "give the same tasks and the same --limit",
+        ),
         ([tasks, tasks, "--limit", 2, "--against", other], "has results of 1 task files, and 2 are given"),
     ):
         assert why in " ".join(memopd("evaluate", *options, *scripted, status=2).split())

@@ -19,12 +19,13 @@ from memopd.train.learner import Learner
 from memopd.train.models import copy_weights, is_sharded, whole_copy
 from memopd.types import Call
 from memopd.verify import equivalence
+from memopd.verify.distance import Progress, silent
 from memopd.verify.equivalence import EquivalenceReport, at_precision
 
 log = logging.getLogger("memopd")
 
 
-def check_equivalence(learner: Learner, batch: MiniBatch, path: Path, step: int) -> None:
+def check_equivalence(learner: Learner, batch: MiniBatch, path: Path, step: int, progress: Progress = silent) -> None:
     """Compare the largest pack of the batch, as it will be trained on, with its calls alone."""
     learner.student.activate()
     model = learner.student.model
@@ -33,12 +34,12 @@ def check_equivalence(learner: Learner, batch: MiniBatch, path: Path, step: int)
         copy_weights(learner.student, model)
     packed, calls = alone(batch)
     attention = learner.config.model.attention
-    report = equivalence(model, calls, attention, [packed])
+    report = equivalence(model, calls, attention, [packed], progress=progress)
     kept = _keep(report, path / "equivalence" / f"step-{step:06d}.json")
     if not math.isfinite(report.error):
         raise ValueError(f"step {step}: the policy's logits are not numbers: its weights are broken; see {kept}")
     if may_be_rounding(report):
-        again = equivalence(at_precision(model, torch.float32), calls, attention, [packed])
+        again = equivalence(at_precision(model, torch.float32), calls, attention, [packed], progress=progress)
         again_kept = _keep(again, path / "equivalence" / f"step-{step:06d}-float32.json")
         if again.passed:
             log.warning(

@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,8 @@ class Run:
     writer: Any = None
     trackers: list[trackers.Tracker] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # per stage of the current step
+    now: str = ""  # the current step, as a terminal shows it
+    shown: Any = None  # the lines of a terminal about the current stage
 
     def close(self) -> None:
         if self.writer is not None:
@@ -50,12 +52,42 @@ class Run:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """Time a stage, and show it on a terminal, because a step may take minutes."""
         begin = time.perf_counter()
         try:
-            with _shown(name):
+            with self._lines(f"{self.now}{name}") as self.shown:
                 yield
         finally:
+            self.shown = None
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def steps(self, last: int) -> Iterator[int]:
+        """The numbers of the steps that are left."""
+        for step in range(self.first, last):
+            self.now = f"step {step + 1}/{last}  "
+            yield step
+
+    def progress(self, what: str, items: Sequence[Any]) -> Iterable[Any]:
+        """Count the items of a part of the stage on the terminal."""
+        return items if self.shown is None else self._counted(what, items)
+
+    def _counted(self, what: str, items: Sequence[Any]) -> Iterator[Any]:
+        line = self.shown.add_task(what, total=None)
+        for number, item in enumerate(items, 1):
+            self.shown.update(line, description=f"  {what} {number}/{len(items)}")
+            yield item
+        self.shown.remove_task(line)
+
+    def _lines(self, stage: str) -> AbstractContextManager[Any]:
+        if ranks.rank() != 0 or not sys.stderr.isatty():
+            return nullcontext()
+        from rich.console import Console
+        from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+        shown = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2)
+        shown.add_task(stage, total=None)
+        return shown
 
     def episodes(self, step: int, episodes: Sequence[Episode]) -> None:
         if ranks.rank() == 0:
@@ -86,19 +118,6 @@ class Run:
         finite = {name: value for name, value in line.items() if value is not None and name != "step"}
         for tracker in self.trackers:
             tracker.log(step, finite)
-
-
-def _shown(stage: str) -> AbstractContextManager[Any]:
-    """Show the stage and its time on a terminal, because a step may take minutes."""
-    if ranks.rank() != 0 or not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
-    shown = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2)
-    shown.add_task(stage, total=None)
-    return shown
 
 
 def open_run(path: Path, config: RunConfig, resume: bool) -> Run:

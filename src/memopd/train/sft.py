@@ -82,7 +82,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
             open_now.enter_context(closing(sampler))
         metrics: dict[str, float] = {}
 
-        for step in range(run.first, steps):
+        for step in run.steps(steps):
             with run.stage("compile"):
                 batch = mini_batch([e.episode for e in batches[step]], budget)
             with run.stage("update"), root.passes():

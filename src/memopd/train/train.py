@@ -36,7 +36,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
         metrics: dict[str, float] = {}
 
         with closing(open_source(config, learner.student, tokenizer, output)) as source:
-            for step in range(run.first, steps):
+            for step in run.steps(steps):
                 with run.stage("sample"):
                     episodes = source.episodes(step)
                 with run.stage("compile"):
@@ -44,7 +44,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                     batches = compile_batches(kept, config.optimise, every.seed, step)
                 if step == 0 or (every.check_every and step % every.check_every == 0):
                     with run.stage("check"):
-                        check_equivalence(learner, batches[0], output, step)
+                        check_equivalence(learner, batches[0], output, step, run.progress)
                 with run.stage("score"):
                     scored, guides = score_batches(learner, batches, decode)
                 with run.stage("advantages"):

@@ -72,6 +72,7 @@ def equivalence(
     attention: str = "auto",
     packs: Sequence[Packed] | None = None,
     budget: int = BUDGET,
+    progress: Progress = silent,
 ) -> EquivalenceReport:
     """Check, for these calls and this model, that packing computes the same logits as the calls alone.
 
@@ -80,10 +81,11 @@ def equivalence(
     calls = list(calls)
     packs = packs_of(calls, budget) if packs is None else packs
     with torch.no_grad():
-        alone = alone_states(model, calls)
-        packed = packed_states(model, calls, packs, attention, like=alone)
+        alone = alone_states(model, calls, progress)
+        packed = packed_states(model, calls, progress("packed", packs), attention, like=alone)
         runs = {"packed": packed, "batched": batched_states(model, calls)}
-        measured = measure(head_of(model), alone, runs, sampled_tokens(calls, alone.device), precise_run(model, calls))
+        precise, tokens = precise_run(model, calls, progress), sampled_tokens(calls, alone.device)
+        measured = measure(head_of(model), alone, runs, tokens, precise, progress=progress)
         return judge(model, calls, packs, measured, attention)
 
 
