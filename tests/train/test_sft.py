@@ -144,8 +144,9 @@ def test_imitation_is_the_mean_over_the_whole_batch():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--sft.start", ""], "sft needs sft.start"),
-        (["--sft.tokens", "100"], "sft.tokens above sft.batch"),
+        (["--sft.start", ""], "sft.start: name the model to start from"),
+        (["--sft.episodes", ""], "sft.episodes: name the episode stores"),
+        (["--sft.tokens", "100"], "sft.tokens: 100 are less than one update of"),
         (["--sft.tokenizer", ""], "shape.json: no tokenizer can be loaded from it"),
         (["--keep", "best"], "sft.keep: best: choose from correct, valid"),
         (["--sft.episodes", "/nowhere"], "/nowhere"),

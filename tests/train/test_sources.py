@@ -120,6 +120,24 @@ def test_a_wrong_name_is_one_line_before_a_model_is_loaded(setting, name, says, 
         assert not (tmp_path / verb).exists()
 
 
+@pytest.mark.parametrize(
+    ("verbs", "setting", "says"),
+    [
+        ("train sft", "tasks.dev", "tasks.dev: /none: no such file"),
+        ("train sft", "tasks.index", "/none: no such folder; make one with `memopd index build"),
+        ("train", "tasks.train", "tasks.train: /none: no such file"),
+        ("train", "sampling.replay", "/none: no such file or directory"),
+        ("sft", "sft.episodes", "/none: no such file or directory"),
+    ],
+)
+def test_a_missing_file_is_one_line_before_a_model_is_loaded(verbs, setting, says, tmp_path):
+    for verb in verbs.split():
+        options = ("--model.student", "/nowhere", "--sft.start", "/nowhere", f"--{setting}=/none")
+        line = memopd(verb, world() / f"{verb}.toml", "--output", tmp_path / verb, *options).line()
+        assert says in line
+        assert not (tmp_path / verb).exists()
+
+
 class Echo:
     """A whole environment without an index: say anything; one answer per turn, two turns."""
 

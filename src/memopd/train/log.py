@@ -134,7 +134,10 @@ def open_run(path: Path, config: RunConfig, resume: bool) -> Run:
     if resume and there:
         before = from_tables(read_object(path / "config.json"), str(path / "config.json"))
         if before != config:
-            raise ValueError(f"{path}: was started with other settings: {_difference(before, config)}")
+            raise ValueError(
+                f"{path}: was started with other settings: {_difference(before, config)}: resume it with those, or "
+                "choose another --output"
+            )
     checkpoint = latest(path) if resume else None
     first = 0 if checkpoint is None else int(read_state(checkpoint)["step"])
     run = Run(path, first, checkpoint)

@@ -33,7 +33,7 @@ from memopd.train.log import open_run
 from memopd.train.models import PolicyRoot, master_dtype, prepare
 from memopd.train.roots import check_adapters, student_over_base
 from memopd.train.scoring import policy_scores
-from memopd.train.source import Sampler
+from memopd.train.source import Sampler, check_sources
 from memopd.train.update import backward, clipped_step, learning_rate, set_learning_rate
 from memopd.types import Episode, Ids
 
@@ -56,11 +56,16 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
     """Train for `sft.tokens` tokens, and return the last metrics. Writes the model to `output`/model."""
     s, every, budget = config.sft, config.run, config.optimise.budget
     steps = s.tokens // s.batch
-    if not s.start or not s.episodes or not steps:
-        raise ValueError("sft needs sft.start (a model or a config.json), sft.episodes, and sft.tokens above sft.batch")
+    if not s.start:
+        raise ValueError("sft.start: name the model to start from, or a config.json for random weights")
+    if not s.episodes:
+        raise ValueError("sft.episodes: name the episode stores to imitate")
+    if not steps:
+        raise ValueError(f"sft.tokens: {s.tokens:,} are less than one update of {s.batch:,} (sft.batch)")
     evaluated = bool(every.dev_every and config.tasks.dev)
     check_adapters(config)
     check_parts(config.tasks, needs_index=evaluated)
+    check_sources(config, [*s.episodes, *s.dev], samples=evaluated)
     check_attention(config.model.attention)
     with ranks.joined() as device, ExitStack() as open_now:
         run = open_now.enter_context(closing(open_run(output, config, resume)))

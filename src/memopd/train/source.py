@@ -16,6 +16,7 @@ from memopd.agent.codec import check_fits, check_template, codec_of, prefix_of
 from memopd.agent.parts import build_parts
 from memopd.config import RunConfig
 from memopd.record import read_episodes
+from memopd.retrieval.index import read_info
 from memopd.tasks import Task
 from memopd.tasks.files import read_tasks
 from memopd.train import ranks
@@ -35,6 +36,22 @@ class Source(Protocol):
         """The batches of later steps that were begun, when they are complete. All ranks must call it."""
 
     def close(self) -> None: ...
+
+
+def check_sources(config: RunConfig, stores: Sequence[str], samples: bool) -> None:
+    """Report what is missing before any model is loaded: recorded episodes and, if the run `samples`, what it plays."""
+    tasks = config.tasks
+    for store in stores:
+        if not Path(store).exists():
+            raise ValueError(f"{store}: no such file or directory")
+    if not samples:
+        return
+    for name in ("train", "dev"):
+        path = getattr(tasks, name)
+        if path and not path.startswith("hub:") and not Path(path).is_file():
+            raise ValueError(f"tasks.{name}: {path}: no such file")
+    if tasks.index and not tasks.index.startswith(("http://", "https://")):
+        read_info(Path(tasks.index))
 
 
 def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> Source:

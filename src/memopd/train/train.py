@@ -17,7 +17,7 @@ from memopd.train.diagnostics import describe, dev_quality, log_step, off_policy
 from memopd.train.learner import build, check_objective, export_policy
 from memopd.train.log import open_run
 from memopd.train.scoring import score_batches
-from memopd.train.source import Sampler, open_source
+from memopd.train.source import Sampler, check_sources, open_source
 from memopd.train.terms import make_terms
 from memopd.train.traces import make_traces
 from memopd.train.update import update
@@ -28,6 +28,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
     check_objective(config)
     check_attention(config.model.attention)
     check_parts(config.tasks, needs_index=not config.sampling.replay)
+    check_sources(config, list(filter(None, [config.sampling.replay])), samples=not config.sampling.replay)
     with ranks.joined() as device, closing(open_run(output, config, resume)) as run:
         learner = build(config, device)
         learner.restore(run.checkpoint)
