@@ -39,6 +39,7 @@ wait $!
 cat "$here/after.txt"
 
 say "6/6 The page"
+mkdir -p "$run/audit" && cp "$here/audit.json" "$run/audit/before.json"
 do_ memopd report "$run"
 
 say "What was found"
