@@ -43,16 +43,17 @@ def table_2(results: Sequence[Result]) -> Table:
 
 
 def costs_table(results: Sequence[Result]) -> Table:
-    """One row per system and k: valid answers, and costs with and without q."""
+    """One column per system and k: valid answers, and costs with and without q. Its names are too long for columns."""
     caption = (
         "Valid: there is an answer with one part for each question. MEM1 counts peak and dependency without q, and "
         "drops trajectories with EM = 0 from its peak, but not from its dependency."
     )
-    table = Table(title="Costs with and without q", title_justify="left", caption=caption, caption_justify="left")
-    for heading in ("system", "k", *(heading for heading, *_ in COSTS)):
-        table.add_column(heading, justify="left" if heading == "system" else "right")
+    title = "Valid answers, and costs with and without q"
+    table = Table("", title=title, title_justify="left", caption=caption, caption_justify="left")
     for result in results:
-        table.add_row(escape(result.system), str(result.k), *(_cell(result, column) for column in COSTS))
+        table.add_column(f"{escape(result.system)}, Q{result.k}", justify="right")
+    for column in COSTS:
+        table.add_row(column[0], *(_cell(result, column) for result in results))
     return table
 
 
