@@ -75,6 +75,19 @@ def check_adapter(folder: str, base: str) -> AdapterInfo:
     config = _read_config(folder)
     check_digests(Path(folder))
     model = empty_model(base)
+    try:
+        _fit(folder, base, config, model)
+    except ValueError:  # of another base, if the card says so: that explains what does not fit
+        if Path(folder, CARD).is_file():
+            _is_verified(folder, base)
+        raise
+    layers = adapted_layers(model, "student")
+    uniform = not (config.rank_pattern or config.alpha_pattern or config.use_rslora)
+    return AdapterInfo(folder, base, config.r, config.lora_alpha, layers, uniform, _is_verified(folder, base))
+
+
+def _fit(folder: str, base: str, config: LoraConfig, model: Any) -> None:
+    """Add the adapter's layers to an empty model of the base, and compare their names and shapes with the file's."""
     _inject(model, config, "student", folder)
     expected = {_peft_name(name, "student"): list(p.shape) for name, p in adapter_weights(model, "student").items()}
     held = _shapes(Path(folder, WEIGHTS))
@@ -85,9 +98,6 @@ def check_adapter(folder: str, base: str) -> AdapterInfo:
     if wrong := sorted(name for name in held if held[name] != expected[name]):
         shapes = f"has shape {held[wrong[0]]}, and rank {config.r} on {base} needs {expected[wrong[0]]}"
         raise ValueError(f"{folder}: {wrong[0]} {shapes}: it is of another base or rank")
-    layers = adapted_layers(model, "student")
-    uniform = not (config.rank_pattern or config.alpha_pattern or config.use_rslora)
-    return AdapterInfo(folder, base, config.r, config.lora_alpha, layers, uniform, _is_verified(folder, base))
 
 
 def _is_verified(folder: str, base: str) -> bool:
