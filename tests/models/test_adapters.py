@@ -252,6 +252,12 @@ def test_another_base(folder, copy, tmp_path):
         check_adapter(str(copy), str(tmp_path / "nothing"))
 
 
+def test_the_run_of_an_adapter_is_not_the_adapter(folder, tmp_path):
+    shutil.copytree(folder / "start", tmp_path / "run" / "adapter")
+    with pytest.raises(ValueError, match=rf"run: there is no adapter here .*: give {tmp_path}/run/adapter$"):
+        check_adapter(str(tmp_path / "run"), str(folder / "base"))
+
+
 @pytest.mark.parametrize("change", [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"num_hidden_layers": 4}])
 def test_another_base_of_other_shapes_is_named_by_the_card(change, folder, tmp_path):
     config = FAMILIES["qwen2"]()

@@ -36,11 +36,12 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from memopd.files import check_digests, json_object, whole_folder, write_digests
+from memopd.models.folder import ADAPTER_CONFIG, CARD
 from memopd.models.load import check_model_folder, load_causal_lm, load_tokenizer
 
 log = logging.getLogger("memopd")
 
-CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "memopd.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in PEFT's files
 STUDENT = "student"  # the name of an adapter in a model that has no other
 
@@ -125,9 +126,11 @@ def _is_verified(folder: str, base: str) -> bool:
 
 def _read_config(folder: str) -> LoraConfig:
     """The settings of an adapter. Refuses whatever would not compute exactly."""
-    file = Path(folder, CONFIG)
+    file = Path(folder, ADAPTER_CONFIG)
     if not file.is_file():
-        raise ValueError(f"{folder}: there is no adapter here (no {CONFIG})")
+        inside = Path(folder, "adapter")
+        hint = f": give {inside}" if (inside / ADAPTER_CONFIG).is_file() else ""
+        raise ValueError(f"{folder}: there is no adapter here (no {ADAPTER_CONFIG}){hint}")
     if not Path(folder, WEIGHTS).is_file():
         raise ValueError(f"{folder}: there are no weights here (no {WEIGHTS}; other formats are not loaded)")
     try:
