@@ -302,8 +302,23 @@ def test_a_long_path_is_printed_on_one_line(call_main, store, tmp_path):
 def test_draw_an_unknown_episode(call_main, store, tmp_path):
     status, out, err = call_main("draw", store, "--episode", "nobody", "-o", tmp_path / "pack.png")
     assert (status, out) == (2, "")
-    assert one_line(err) == f"memopd: {store}: has no episode 'nobody'"
+    assert one_line(err) == f"memopd: {store}: has no episode 'nobody'; it has e0, e1"
     assert not (tmp_path / "pack.png").exists()
+
+
+def test_draw_needs_no_id_where_a_store_has_one_episode(call_main, store, tmp_path):
+    status, out, err = call_main("draw", store, "-o", tmp_path / "pack.png")
+    assert (status, out) == (2, "")
+    assert one_line(err) == f"memopd: {store}: choose one of its 2 episodes with --episode: e0, e1"
+    write_episodes(store, [Episode(f"f{s}", "t", mem1_calls(s)) for s in range(5)])
+    line = one_line(call_main("draw", store, "-o", tmp_path / "pack.png")[2])
+    assert line.endswith("choose one of its 7 episodes with --episode: e0, e1, f0, f1, f2, ...")
+    write_episodes(tmp_path / "none.parquet", [])
+    line = one_line(call_main("draw", tmp_path / "none.parquet", "-o", tmp_path / "pack.png")[2])
+    assert line == f"memopd: {tmp_path / 'none.parquet'}: has no episodes"
+    write_episodes(tmp_path / "one", [Episode("e0", "t", mem1_calls(0))])
+    assert call_main("draw", tmp_path / "one", "-o", tmp_path / "pack.png")[0] == 0
+    assert (tmp_path / "pack.png").exists()
 
 
 def test_draw_an_unknown_format(call_main, store, tmp_path):

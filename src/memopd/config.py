@@ -15,7 +15,9 @@ from __future__ import annotations
 import json
 import logging
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -319,7 +321,8 @@ def load_config(path: str | Path, overrides: dict[str, str] | None = None) -> Ru
     for name, text in (overrides or {}).items():
         section, _, key = name.partition(".")
         if section not in SECTIONS:
-            raise ValueError(f"--{name}: unknown section {section!r}: choose from {', '.join(SECTIONS)}")
+            meant = _did_you_mean(f"--{other}" for other in _like(section, key))
+            raise ValueError(f"--{name}: unknown section {section!r}: {meant or _one_of(SECTIONS)}")
         if isinstance(values := table.setdefault(section, {}), dict):
             values[key] = _from_text(section, key, text)
         sources[section, key] = f"--{name}"
@@ -336,7 +339,8 @@ def from_tables(table: dict[str, Any], source: str, sources: dict[tuple[str, str
     """
     for section, values in table.items():
         if section not in SECTIONS or not isinstance(values, dict):
-            raise ValueError(f"{source}: unknown section [{section}]: choose from {', '.join(SECTIONS)}")
+            meant = _did_you_mean(f"[{other}]" for other in _close(section, SECTIONS))
+            raise ValueError(f"{source}: unknown section [{section}]: {meant or _one_of(SECTIONS)}")
     try:
         return _ADAPTER.validate_python(_with_current_names(table, source))
     except ValidationError as error:
@@ -374,10 +378,38 @@ def _line(error: ValidationError, source: str, sources: dict[tuple[str, str], st
     section, key = str(where[0]), str(where[1])
     name = sources.get((section, key), f"{source}: {section}.{key}")
     if first["type"] in schema.UNKNOWN:
-        return f"{name}: no such setting; choose from {', '.join(f.name for f in fields(SECTIONS[section]))}"
+        dashes = "--" if name.startswith("--") else ""
+        meant = _did_you_mean(f"{dashes}{other}" for other in _like(section, key))
+        return f"{name}: no such setting; {meant or _one_of(_names(section))}"
     if len(where) > 2:
         return f"{name}: must be a list of strings, got {schema.short(first['input'])} in it"
     return f"{name}: {schema.message(first)}"
+
+
+def _like(section: str, key: str) -> list[str]:
+    """The settings that a mistyped one may be: the closest of its section, or that of its name in other sections."""
+    for near in [section] if section in SECTIONS else _close(section, SECTIONS):
+        if found := _close(key, _names(near)):
+            return [f"{near}.{found[0]}"]
+    return [f"{other}.{key}" for other in SECTIONS if key in _names(other)]
+
+
+def _close(name: str, names: Iterable[str]) -> list[str]:
+    return get_close_matches(name, list(names), n=1, cutoff=0.7)  # at 0.6, lora would be close to lr
+
+
+def _names(section: str) -> list[str]:
+    return [f.name for f in fields(SECTIONS[section])]
+
+
+def _did_you_mean(names: Iterable[str]) -> str:
+    """The question, or nothing without names."""
+    meant = " or ".join(names)
+    return f"did you mean {meant}?" if meant else ""
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return f"choose from {', '.join(names)}"
 
 
 def _from_text(section: str, key: str, text: str) -> Any:

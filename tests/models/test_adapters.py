@@ -252,6 +252,39 @@ def test_another_base(folder, copy, tmp_path):
         check_adapter(str(copy), str(tmp_path / "nothing"))
 
 
+def test_the_run_of_an_adapter_is_not_the_adapter(folder, tmp_path):
+    shutil.copytree(folder / "start", tmp_path / "run" / "adapter")
+    with pytest.raises(ValueError, match=rf"run: there is no adapter here .*: give {tmp_path}/run/adapter$"):
+        check_adapter(str(tmp_path / "run"), str(folder / "base"))
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 32}, {"num_hidden_layers": 2}, {"num_hidden_layers": 4}])
+def test_another_base_of_other_shapes_is_named_by_the_card(change, folder, tmp_path):
+    config = FAMILIES["qwen2"]()
+    for name, value in change.items():
+        setattr(config, name, value)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wrong")
+    with pytest.raises(ValueError, match=rf"was trained on other weights than those of .*wrong \(on {folder}/base, "):
+        check_adapter(str(folder / "start"), str(tmp_path / "wrong"))
+    AutoModelForCausalLM.from_config(FAMILIES["bloom (own attention)"]()).save_pretrained(tmp_path / "stranger")
+    with pytest.raises(ValueError, match=r"was trained on other weights than those of .*stranger "):
+        check_adapter(str(folder / "start"), str(tmp_path / "stranger"))
+
+
+def test_weights_are_read_once_the_shapes_fit(folder, copy, tmp_path, monkeypatch):
+    """A digest of large weights takes minutes."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr("memopd.models.adapters.base_digest", lambda path: pytest.fail("read the weights"))
+    with pytest.raises(ValueError, match="there is no model here"):
+        check_adapter(str(copy), str(tmp_path / "empty"))
+    for file in ("memopd.json", "digests.json"):
+        (copy / file).unlink()
+    settings({"r": 8}, copy)
+    with pytest.raises(ValueError, match="it is of another base or rank"):
+        check_adapter(str(copy), str(folder / "base"))
+
+
 @pytest.mark.parametrize(
     ("targets", "line"),
     [

@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from memopd import cli
+from memopd.config import RunConfig
 from memopd.models.folder import check_on_hub
-from memopd.models.load import load_causal_lm, load_tokenizer
+from memopd.models.load import check_model_folder, load_causal_lm, load_tokenizer
 from memopd.record import write_episodes
 from memopd.retrieval import build_index
 from memopd.types import Episode
@@ -202,6 +203,34 @@ def test_a_broken_model(broken, complaint, folder):
 def test_a_broken_tokenizer(broken, complaint, folder):
     broken(folder)
     refused(lambda: load_tokenizer(str(folder)), folder, complaint)
+
+
+def test_a_run_directory_and_an_adapter_are_no_models(intact, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(RunConfig().as_json())
+    loads = (check_model_folder, load_tokenizer, lambda path: load_causal_lm(path, torch.float32))
+    for load in loads:
+        refused(lambda load=load: load(str(run)), run, "is a run directory without model/ or adapter/, which training")
+    shutil.copytree(intact, run / "adapter")  # its tokenizer
+    (run / "adapter" / "config.json").rename(run / "adapter" / "adapter_config.json")
+    settings("adapter_config.json", base_model_name_or_path="org/own")(run / "adapter")
+    part = f"give its base (org/own) as the model and {run / 'adapter'} as the adapter"
+    for load in loads:
+        refused(lambda load=load: load(str(run)), run, f"{run}: is the run of an adapter: {part}")
+    (run / "adapter" / "memopd.json").write_text('{"base": "../named"}')
+    refused(lambda: check_model_folder(str(run)), run, "give its base (../named) as the model")
+    complaint = "is an adapter: give its base (../named) as the model and this folder as the adapter"
+    for load in (loads[0], loads[2]):
+        refused(lambda load=load: load(str(run / "adapter")), run / "adapter", complaint)
+    load_tokenizer(str(run / "adapter"))  # an adapter has the tokenizer of its base
+    (run / "adapter" / "memopd.json").unlink()
+    (run / "adapter" / "adapter_config.json").write_text("{}")
+    refused(lambda: check_model_folder(str(run)), run, "give its base as the model")
+    shutil.copytree(intact, run / "model")
+    for load in loads:
+        refused(lambda load=load: load(str(run)), run, f"{run}: is a run directory: give {run / 'model'}")
+        load(str(run / "model"))
 
 
 @cases(CONFIG, SHAPE)

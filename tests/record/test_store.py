@@ -391,6 +391,15 @@ def test_truncations(tmp_path: Path, written: bytes) -> None:
 # Foreign files.
 
 
+def test_a_run_directory_is_not_its_store(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    write_episodes(path / "episodes" / "step-000000.parquet", episodes())
+    assert error_of(path) == (
+        f"no *.parquet file in this directory; a run's episodes are in {path / 'episodes'}, a file per step"
+    )
+    assert list(read_episodes(path / "episodes")) == episodes()
+
+
 def test_files_that_are_no_stores(tmp_path: Path) -> None:
     path = tmp_path / "e.parquet"
     assert error_of(path) == "no such file or directory"

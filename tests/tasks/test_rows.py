@@ -138,15 +138,32 @@ def test_nq_open(tmp_path):
         ("q.json", [{**HOTPOTQA, "context": [["a", "b"]]}], "context: must be a list of titles with sentences"),
         ("q.json", [{**HOTPOTQA, "answer": None}], "item 0: answer: missing; published test sets have none"),
         ("q.json", [{**HOTPOTQA, "answer": 3}], "item 0: answer: must be a list of strings"),
-        ("q.jsonl", [{**MUSIQUE, "paragraphs": [{"title": "a"}]}], "line 1: paragraphs: paragraph_text: must be a str"),
+        ("q.jsonl", [{**MUSIQUE, "paragraphs": [{"title": "a"}]}], "paragraphs: paragraph_text: missing; it has title"),
         ("q.jsonl", [unlabelled(MUSIQUE)], "line 1: answer: missing; published test sets have none"),
         ("q.json", [unlabelled(TWO_WIKI)], "item 0: answer: missing; published test sets have none"),
-        ("q.jsonl", [{"id": "x", "question": "who"}], "golden_answers: must be a list of strings, got null"),
+        ("q.jsonl", [{"id": "x", "question": "who"}], "line 1: golden_answers: missing; the row has id, question"),
+        ("q.json", [{**HOTPOTQA, "question": 3}], "item 0: question: must be a string, got 3"),
+        ("q.json", [{"id": "x", "question": "who", "answers": "me"}], "answers: must be a list of strings, got .me"),
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, name, value, message):
     with pytest.raises(ValueError, match=message):
         read_questions(saved(tmp_path / name, value))
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
+    """A null is none: a table that joins several sets has every column in every row."""
+    row, null = {"id": "1", "question": "who", "answer_list": ["me"]}, {"golden_answers": None, "answer": None}
+    for given in (row, row | null):
+        with pytest.raises(ValueError, match=r".") as error:
+            read_questions(saved(tmp_path / "mine.jsonl", [given]))
+        assert str(error.value) == (
+            f"{tmp_path / 'mine.jsonl'}: line 1: golden_answers: missing; the row has id, question, answer_list "
+            "(docs/tasks.md says what is read)"
+        )
+    asked = {"id": "1", "query": "who", "answer": "me", "question": None}
+    with pytest.raises(ValueError, match=r"item 0: question: missing; the row has id, query, answer \(docs"):
+        read_questions(saved(tmp_path / "mine.json", [asked]))
 
 
 def test_nulls_are_columns_of_other_rows(tmp_path):

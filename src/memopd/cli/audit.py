@@ -29,6 +29,8 @@ log = logging.getLogger("memopd")
 
 app = typer.Typer()
 
+_SHOWN_IDS = 5  # of the episodes of a store, in an error
+
 
 @app.command("import")
 def import_(
@@ -147,20 +149,37 @@ def _stage(name: str, items: Sequence[Any]) -> Iterable[Any]:
 @app.command()
 def draw(
     episodes: Annotated[Path, typer.Argument(help="An episode store.")],
-    episode: Annotated[str, typer.Option(help="The id of the episode to draw.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The image to write; its suffix names the format.")],
+    episode: Annotated[
+        str | None, typer.Option(help="The id of the episode to draw; a store of one needs none.")
+    ] = None,
 ) -> None:
     """Draw the packed form of one episode as a picture."""
+    found = _episode(episodes, episode)
+    from memopd.attention.draw import draw as draw_pack
     from memopd.compile import compile_calls
+
+    draw_pack(compile_calls(found.calls), output, f"episode {found.id}")
+    print(output)
+
+
+def _episode(store: Path, id: str | None) -> Any:
+    """The episode with this id; without one, the only episode."""
     from memopd.record import read_episodes
 
-    found = next((e for e in read_episodes(episodes) if e.id == episode), None)
-    if found is None:
-        raise ValueError(f"{episodes}: has no episode {episode!r}")
-    from memopd.attention.draw import draw as draw_pack
-
-    draw_pack(compile_calls(found.calls), output, f"episode {episode}")
-    print(output)
+    episode, ids = None, []
+    for episode in read_episodes(store):
+        if episode.id == id:
+            return episode
+        ids.append(episode.id)
+    if id is None and len(ids) == 1:
+        return episode
+    if not ids:
+        raise ValueError(f"{store}: has no episodes")
+    some = ", ".join(ids[:_SHOWN_IDS]) + (", ..." if len(ids) > _SHOWN_IDS else "")
+    if id is None:
+        raise ValueError(f"{store}: choose one of its {len(ids)} episodes with --episode: {some}")
+    raise ValueError(f"{store}: has no episode {id!r}; it has {some}")
 
 
 @app.command()

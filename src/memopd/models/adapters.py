@@ -36,11 +36,12 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from memopd.files import check_digests, json_object, whole_folder, write_digests
+from memopd.models.folder import ADAPTER_CONFIG, CARD
 from memopd.models.load import check_model_folder, load_causal_lm, load_tokenizer
 
 log = logging.getLogger("memopd")
 
-CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "memopd.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in PEFT's files
 STUDENT = "student"  # the name of an adapter in a model that has no other
 
@@ -75,6 +76,19 @@ def check_adapter(folder: str, base: str) -> AdapterInfo:
     config = _read_config(folder)
     check_digests(Path(folder))
     model = empty_model(base)
+    try:
+        _fit(folder, base, config, model)
+    except ValueError:  # of another base, if the card says so: that explains what does not fit
+        if Path(folder, CARD).is_file():
+            _is_verified(folder, base)
+        raise
+    layers = adapted_layers(model, "student")
+    uniform = not (config.rank_pattern or config.alpha_pattern or config.use_rslora)
+    return AdapterInfo(folder, base, config.r, config.lora_alpha, layers, uniform, _is_verified(folder, base))
+
+
+def _fit(folder: str, base: str, config: LoraConfig, model: Any) -> None:
+    """Add the adapter's layers to an empty model of the base, and compare their names and shapes with the file's."""
     _inject(model, config, "student", folder)
     expected = {_peft_name(name, "student"): list(p.shape) for name, p in adapter_weights(model, "student").items()}
     held = _shapes(Path(folder, WEIGHTS))
@@ -85,9 +99,6 @@ def check_adapter(folder: str, base: str) -> AdapterInfo:
     if wrong := sorted(name for name in held if held[name] != expected[name]):
         shapes = f"has shape {held[wrong[0]]}, and rank {config.r} on {base} needs {expected[wrong[0]]}"
         raise ValueError(f"{folder}: {wrong[0]} {shapes}: it is of another base or rank")
-    layers = adapted_layers(model, "student")
-    uniform = not (config.rank_pattern or config.alpha_pattern or config.use_rslora)
-    return AdapterInfo(folder, base, config.r, config.lora_alpha, layers, uniform, _is_verified(folder, base))
 
 
 def _is_verified(folder: str, base: str) -> bool:
@@ -115,9 +126,11 @@ def _is_verified(folder: str, base: str) -> bool:
 
 def _read_config(folder: str) -> LoraConfig:
     """The settings of an adapter. Refuses whatever would not compute exactly."""
-    file = Path(folder, CONFIG)
+    file = Path(folder, ADAPTER_CONFIG)
     if not file.is_file():
-        raise ValueError(f"{folder}: there is no adapter here (no {CONFIG})")
+        inside = Path(folder, "adapter")
+        hint = f": give {inside}" if (inside / ADAPTER_CONFIG).is_file() else ""
+        raise ValueError(f"{folder}: there is no adapter here (no {ADAPTER_CONFIG}){hint}")
     if not Path(folder, WEIGHTS).is_file():
         raise ValueError(f"{folder}: there are no weights here (no {WEIGHTS}; other formats are not loaded)")
     try:

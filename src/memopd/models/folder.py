@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from memopd.files import read_object
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+ADAPTER_CONFIG, CARD = "adapter_config.json", "memopd.json"  # of an adapter: PEFT's settings, and our note of its base
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", CONFIG)
 # What transformers raises for files that it cannot use, besides OSError and ValueError.
@@ -38,6 +39,48 @@ def is_folder(path: str) -> bool:
     first, *rest = path.split("/")
     below = len(rest) > 1 or bool(rest and Path(first).is_dir())
     return below or path.startswith((".", "/", "~")) or Path(path).exists()
+
+
+def refuse_run(path: str) -> None:
+    """Refuse a run directory of `memopd train` or `memopd sft`: what it trained is in a folder of it."""
+    folder = Path(path)
+    if not _is_run(folder):
+        return
+    if (folder / "model").is_dir():
+        raise ValueError(f"{path}: is a run directory: give {folder / 'model'}")
+    if (adapter := folder / "adapter").is_dir():
+        base = _base_of(adapter)
+        raise ValueError(f"{path}: is the run of an adapter: give {base} as the model and {adapter} as the adapter")
+    raise ValueError(f"{path}: is a run directory without model/ or adapter/, which training writes at its end")
+
+
+def refuse_no_model(path: str) -> NoReturn:
+    """Say what a folder without a config.json is."""
+    if Path(path, ADAPTER_CONFIG).is_file():
+        base = _base_of(Path(path))
+        raise ValueError(f"{path}: is an adapter: give {base} as the model and this folder as the adapter")
+    raise ValueError(f"{path}: there is no model here (no {CONFIG})")
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether the config.json of a folder is that of a run, which consists of sections."""
+    try:
+        held = read_object(folder / CONFIG)
+    except (OSError, ValueError):
+        return False
+    return "model_type" not in held and all(isinstance(held.get(name), dict) for name in ("model", "optimise", "run"))
+
+
+def _base_of(adapter: Path) -> str:
+    """What a message calls the base of an adapter."""
+    for file, key in ((CARD, "base"), (ADAPTER_CONFIG, "base_model_name_or_path")):
+        try:
+            name = read_object(adapter / file).get(key)
+        except (OSError, ValueError):
+            continue
+        if isinstance(name, str) and name:
+            return f"its base ({name})"
+    return "its base"
 
 
 def check_on_hub(name: str) -> None:
@@ -58,7 +101,7 @@ def check_on_hub(name: str) -> None:
 def check_model_files(folder: Path) -> None:
     """The files that transformers reads for a model, except for the weights themselves."""
     check_config(folder / CONFIG, read_object(folder / CONFIG))
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         refuse_adapter(folder)
     if (generation := folder / "generation_config.json").is_file():
         ends = read_object(generation).get("eos_token_id")
@@ -80,7 +123,7 @@ def check_model_files(folder: Path) -> None:
 def refuse_adapter(path: Path | str) -> NoReturn:
     """transformers adds an adapter that is beside a model without being asked to."""
     raise ValueError(
-        f"{path}: has an adapter beside the model (adapter_config.json): move the adapter's files to a folder of their "
+        f"{path}: has an adapter beside the model ({ADAPTER_CONFIG}): move the adapter's files to a folder of their "
         "own, which --adapter or model.adapter names"
     )
 

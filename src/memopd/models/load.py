@@ -23,13 +23,17 @@ from memopd.models.folder import (
     explained_tokenizer,
     is_folder,
     refuse_adapter,
+    refuse_no_model,
+    refuse_run,
 )
 
 
 def check_model_folder(path: str) -> None:
     """Refuse a folder without a model. A name that may be on the hub passes."""
-    if is_folder(path) and not Path(path, CONFIG).is_file():
-        raise ValueError(f"{path}: there is no model here (no {CONFIG})")
+    if is_folder(path):
+        refuse_run(path)
+        if not Path(path, CONFIG).is_file():
+            refuse_no_model(path)
 
 
 def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
@@ -66,6 +70,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, seed: int = 0) -> Any:
 def load_tokenizer(path: str, local: bool = False) -> Any:
     """The tokenizer of a model folder or hub name. `local` never uses the network."""
     if Path(path).is_dir():
+        refuse_run(path)
         check_digests(Path(path), skip="*.safetensors")
         check_tokenizer_files(Path(path))
     elif is_folder(path):

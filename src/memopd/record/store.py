@@ -129,7 +129,9 @@ def read_episodes(path: str | Path) -> Iterator[Episode]:
         raise StoreError(f"{path}: no such file or directory")
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files:
-        raise StoreError(f"{path}: no *.parquet file in this directory")
+        inside = path / "episodes"
+        hint = f"; a run's episodes are in {inside}, a file per step" if any(inside.glob("*.parquet")) else ""
+        raise StoreError(f"{path}: no *.parquet file in this directory{hint}")
     return _read_files(files)
 
 

@@ -308,8 +308,8 @@ def _task(row: Row, number: int, source: str) -> Task | None:
     if _is_ours(extra):
         if len(extra["questions"]) != len(targets):
             raise ValueError(f"extra_info.questions: {len(extra['questions'])} for {len(targets)} alias lists")
-        pairs = zip(extra["questions"], targets, strict=True)
-        return Task(text_of(extra, "id"), tuple(_our_question(q, answers) for q, answers in pairs), source)
+        asked = (_our_question(q, answers) for q, answers in zip(extra["questions"], targets, strict=True))
+        return Task(text_of(extra, "id", "extra_info"), tuple(asked), source)
     # A row that another program wrote. The id of a row with several questions is not an id of any of them.
     k = len(targets)
     own = str(row["id"]) if k == 1 and isinstance(row.get("id"), str | int) else str(number)
@@ -325,11 +325,13 @@ def _task_id(source: str, k: int, first: str) -> str:
 
 
 def _our_question(row: Row, answers: tuple[str, ...]) -> Question:
+    place = "extra_info.questions"
     if not isinstance(row["steps"], list) or not all(isinstance(step, dict) for step in row["steps"]):
-        raise ValueError(f"extra_info.questions: steps: must be a list of searches, got {short(row['steps'])}")
-    steps = (Step(*(text_of(step, name) for name in ("query", "title", "fact"))) for step in row["steps"])
-    supporting = ids_of(row.get("supporting"), "extra_info.questions: supporting")
-    return Question(text_of(row, "id"), text_of(row, "text"), answers, text_of(row, "kind"), tuple(steps), supporting)
+        raise ValueError(f"{place}: steps: must be a list of searches, got {short(row['steps'])}")
+    steps = (Step(*(text_of(s, name, f"{place}: steps") for name in ("query", "title", "fact"))) for s in row["steps"])
+    supporting = ids_of(row.get("supporting"), f"{place}: supporting")
+    id, text, kind = (text_of(row, name, place) for name in ("id", "text", "kind"))
+    return Question(id, text, answers, kind, tuple(steps), supporting)
 
 
 def _is_ours(extra: Row) -> bool:

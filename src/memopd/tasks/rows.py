@@ -76,7 +76,7 @@ def _stated(row: Row) -> Row:
 def _flashrag(row: Row) -> Question:
     metadata = row["metadata"] if isinstance(row.get("metadata"), dict) else {}
     kind = metadata.get("type")
-    answers = aliases_of(row.get("golden_answers"), "golden_answers")
+    answers = aliases_of(given(row, "golden_answers"), "golden_answers")
     supporting = ids_of(metadata.get("supporting_ids"), "metadata.supporting_ids")
     return Question(
         id_of(row), text_of(row, "question"), answers, kind if isinstance(kind, str) else "", (), supporting
@@ -86,8 +86,9 @@ def _flashrag(row: Row) -> Question:
 def _answers(row: Row) -> tuple[str, ...]:
     if (spans := _spans(row)) is not None:
         return tuple(dict.fromkeys(aliases_of(spans, "answers")))
-    given = row.get("answer")
-    answers = given if isinstance(given, list) else [given]
+    if row.get("answer") is None:
+        raise ValueError(f"answers: must be a list of strings, got {short(row['answers'])}")
+    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     more = row.get("answer_aliases")
     name = "answer, answer_aliases" if more else "answer"
     return tuple(dict.fromkeys(aliases_of([*answers, *more] if isinstance(more, list) else answers, name)))
@@ -164,8 +165,17 @@ def ids_of(value: Any, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(encodable(str(id), name) for id in value))
 
 
+def given(row: Row, name: str, within: str = "") -> Any:
+    """A value that a row, or the part of it that is named `within`, must have. A null is none."""
+    if (value := row.get(name)) is None:
+        has = ", ".join(str(column) for column, held in row.items() if held is not None) or "nothing"
+        place, owner = (f"{within}: {name}", "it") if within else (name, "the row")
+        raise ValueError(f"{place}: missing; {owner} has {has} (docs/tasks.md says what is read)")
+    return value
+
+
 def text_of(row: Row, name: str, within: str = "") -> str:
-    value = row.get(name)
+    value = given(row, name, within)
     place = f"{within}: {name}" if within else name
     if not isinstance(value, str):
         raise ValueError(f"{place}: must be a string, got {short(value)}")
