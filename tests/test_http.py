@@ -179,6 +179,34 @@ def test_pages_in_a_real_browser(engine, tmp_path):
     site.server_close()
 
 
+# ---- where they listen
+
+
+def test_a_port_is_open_before_a_server_says_so():
+    with http.listening("127.0.0.1", 0) as (first, url):
+        port = first.getsockname()[1]
+        assert url == f"http://127.0.0.1:{port}"
+        taken = rf"^port {port} of 127\.0\.0\.1 is in use: choose another with --port$"
+        with pytest.raises(ValueError, match=taken), http.listening("127.0.0.1", port):
+            pass
+    with http.listening("127.0.0.1", port) as (_, again):  # it was closed
+        assert again == url
+    with (
+        pytest.raises(ValueError, match=r"^cannot listen on port 1 of 192\.0\.2\.1: "),
+        http.listening("192.0.2.1", 1),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("verb", [["gateway", "--store", "s"], ["serve", "policy", "m"], ["serve", "retrieval", "i"]])
+def test_a_port_is_a_port(verb, call_main):
+    for port in ("-1", "65536", "99999"):
+        status, out, err = call_main(*verb, "--port", port)
+        assert (status, out) == (2, "")
+        assert "Invalid value for '--port'" in err
+        assert "Traceback" not in err
+
+
 # ---- how long a client may take
 
 

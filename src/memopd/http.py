@@ -11,9 +11,12 @@ token and the type of the body. It allows no cross-origin request: nothing here 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -206,3 +209,17 @@ def server(app: ASGIApp, protocol: type[Protocol] = Protocol, **settings: Any) -
         "log_config": None, "log_level": "error", "access_log": False, "timeout_keep_alive": IDLE_SECONDS,
     }  # fmt: skip
     return uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", **defaults | settings))
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
+    """A socket that listens, and its URL; port 0 is a free one. It is opened before a server says that it runs."""
+    ipv6 = ":" in host
+    try:
+        opened = socket.create_server((host, port), family=socket.AF_INET6 if ipv6 else socket.AF_INET)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} of {host} is in use: choose another with --port") from None
+        raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
+    with opened:
+        yield opened, f"http://{f'[{host}]' if ipv6 else host}:{opened.getsockname()[1]}"

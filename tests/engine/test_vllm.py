@@ -5,6 +5,7 @@ Everything else is tested against real servers in tests/vllm.
 
 import json
 import shutil
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -856,7 +857,12 @@ def test_the_verb_passes_on_what_follows_the_dashes(monkeypatch, tmp_path):
     assert isinstance(refused.exception, ValueError)
     assert "no config.json" in str(refused.exception)
     (tmp_path / "config.json").write_text("{}")
-    result = CliRunner().invoke(app, [str(tmp_path), "--port", "8009", "--", "--max-num-seqs", "64"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = [str(tmp_path), "--port", port, "--", "--max-num-seqs", "64"]
+        assert f"port {port} of 127.0.0.1 is in use" in str(CliRunner().invoke(app, line).exception)
+    assert started == []
+    result = CliRunner().invoke(app, line)
     assert result.exit_code == 0, result.output
     assert started[0][-2:] == ["--max-num-seqs", "64"]
-    assert "--port 8009 --dtype auto" in " ".join(started[0])
+    assert f"--port {port} --dtype auto" in " ".join(started[0])

@@ -241,3 +241,15 @@ def test_the_command_says_what_it_needs(tmp_path, monkeypatch):
         gateway(tmp_path, model="/nowhere/at/all")
     with pytest.raises(ValueError, match="cannot find out which model it serves"):
         gateway(tmp_path, server="http://127.0.0.1:1")
+
+
+def test_a_port_in_use_is_said_before_anything_else(tmp_path, capsys):
+    """It neither says that it serves nor touches the store, which the gateway that has the port may record to."""
+    from memopd.cli.gateway import serve
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^port {port} of 127.0.0.1 is in use: choose another with --port$"):
+            serve(None, tmp_path / "store", "policy", None, "127.0.0.1", port)
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "store").exists()

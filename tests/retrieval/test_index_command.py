@@ -137,8 +137,10 @@ def test_a_source_tree_without_an_installation(corpus, tmp_path):
 
 
 def test_a_port_that_is_taken(folder):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        memopd("serve", "retrieval", folder, "--port", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^port {port} of 127.0.0.1 is in use: choose another with --port$"):
+            memopd("serve", "retrieval", folder, "--port", port)
 
 
 def test_other_machines_need_a_token(folder, monkeypatch):

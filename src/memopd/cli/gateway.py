@@ -20,7 +20,7 @@ def gateway(
         str | None,
         typer.Option(help="URLs of vLLM servers (memopd serve policy) that sample from it, comma-separated."),
     ] = None,
-    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
     host: Annotated[
         str, typer.Option(help=f"The address to listen on. Addresses that other machines can reach require {TOKEN}.")
     ] = "127.0.0.1",
@@ -73,12 +73,13 @@ def gateway(
 def serve(engine: Any, store: Path, name: str, token: str | None, host: str, port: int) -> None:
     """Serve until the process is asked to stop."""
     from memopd.gateway.server import create_app
-    from memopd.http import server
+    from memopd.http import listening, server
 
-    app = create_app(engine, store, model=name, token=token, host=host)
-    print(f"memopd: {name!r} at http://{host}:{port}/episodes/NAME/v1, recording to {store}", flush=True)
-    # Calls that still run 10 s after the stop are aborted.
-    server(app, host=host, port=port, timeout_graceful_shutdown=10).run()
+    with listening(host, port) as (opened, url):  # first: a gateway that has the port may have the store too
+        app = create_app(engine, store, model=name, token=token, host=host)
+        print(f"memopd: {name!r} at {url}/episodes/NAME/v1, recording to {store}", flush=True)
+        # Calls that still run 10 s after the stop are aborted.
+        server(app, timeout_graceful_shutdown=10).run(sockets=[opened])
 
 
 def _served(url: str) -> str:

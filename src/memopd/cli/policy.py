@@ -26,7 +26,7 @@ def policy(
             help="The address to listen on. Anyone who can reach it can replace the weights: keep it off open networks."
         ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8001,
+    port: Annotated[int, typer.Option(help="The port to listen on.", min=1, max=65535)] = 8001,
     dtype: Annotated[ServedPrecision, typer.Option(help="The precision of the model.")] = ServedPrecision.auto,
     lora_rank: Annotated[
         int, typer.Option(help="Serve adapters up to this rank, which a client or a training gives it; 0: none.", min=0)
@@ -37,11 +37,14 @@ def policy(
 ) -> None:
     """Serve a model with vLLM for sampling and training. Arguments after -- are passed to vLLM unchanged."""
     from memopd.engine.vllm.start import command, exec_server, find_vllm
+    from memopd.http import listening
     from memopd.models.load import check_model_folder
 
     model = os.path.expanduser(model)
     check_model_folder(model)
     line, environment = command(find_vllm(python), model, host, port, dtype, context.args, lora_rank)
+    with listening(host, port):
+        pass  # closed again for vLLM, which notices a port in use late and with a traceback
     exec_server(line, environment)
 
 

@@ -87,9 +87,7 @@ def retrieval(
     model: Model = None,
 ) -> None:
     """Serve an index with Search-R1's protocol: POST /retrieve, GET /health."""
-    import socket
-
-    from memopd.http import server, token_of
+    from memopd.http import listening, server, token_of
     from memopd.retrieval import open_index, read_info
     from memopd.retrieval.client import TOKEN
     from memopd.retrieval.server import Limits, create_app
@@ -100,14 +98,9 @@ def retrieval(
         _quiet()
     limits = Limits(max_queries, max_length, max_topk)
     app = create_app(open_index(folder, model), limits, topk, token=token, host=host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server(
-        (host, port), family=family
-    ) as listening:  # opened here, so that a port in use is a one-line error
-        where = f"[{host}]" if ":" in host else host
-        url = f"http://{where}:{listening.getsockname()[1]}/retrieve"
-        print(f"{url}: {known.passages:,} passages, {known.kind}", flush=True)
-        server(app).run(sockets=[listening])
+    with listening(host, port) as (opened, url):
+        print(f"{url}/retrieve: {known.passages:,} passages, {known.kind}", flush=True)
+        server(app).run(sockets=[opened])
 
 
 def _quiet() -> None:
