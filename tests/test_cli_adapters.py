@@ -88,7 +88,7 @@ def test_the_gateway_samples_with_the_adapter(call_main, adapter, tmp_path, monk
     """The real application and engine; only the socket is left out."""
     answers = []
 
-    def ask(server):
+    def ask(server, sockets):
         with TestClient(server.config.app, base_url="http://127.0.0.1") as client:
             answers.append(client.get("/episodes/e/v1/models").json()["data"][0]["id"])
             payload = {"model": answers[0], "prompt": "The town on the river", "max_tokens": 16}
@@ -96,7 +96,7 @@ def test_the_gateway_samples_with_the_adapter(call_main, adapter, tmp_path, monk
             client.post("/episodes/e/reward", json={"reward": 1.0}).raise_for_status()
 
     monkeypatch.setattr("uvicorn.Server.run", ask)
-    store = ("--store", tmp_path / "store", "--max-length", 64)
+    store = ("--store", tmp_path / "store", "--max-length", 64, "--port", 0)
     code, _, error = call_main("gateway", "--model", BASE, "--adapter", adapter, *store)
     assert code == 0, error
     assert answers == ["student+adapter"]
