@@ -65,8 +65,8 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
     evaluated = bool(every.dev_every and config.tasks.dev)
     check_adapters(config)
     check_parts(config.tasks, needs_index=evaluated)
-    check_sources(config, [*s.episodes, *s.dev], samples=evaluated)
     check_attention(config.model.attention)
+    check_sources(config, [*s.episodes, *s.dev], samples=evaluated)
     with ranks.joined() as device, ExitStack() as open_now:
         run = open_now.enter_context(closing(open_run(output, config, resume)))
         tokenizer = load_tokenizer(s.tokenizer or s.start)
