@@ -41,7 +41,7 @@ def make_plan(packed: Packed, attention: str, model: Any) -> Scheme:
     parameter, config = next(model.parameters()), model.config.get_text_config()
     if attention == "auto":
         attention, why = choose_attention(config, parameter.device.type, parameter.dtype, packed)
-        log_once(f"attention: {attention} ({why})")
+        log_once(f"attention: auto takes the kernel {attention} ({why})")
     values = (packed, parameter.device, parameter.dtype, config, has_windows(config))
     kernel, offered = _kernel(attention), dict(zip(_OFFERED, values, strict=True))
     taken = [offered[name] for name in parameters(kernel) if name in offered and name != "packed"]
