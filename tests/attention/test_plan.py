@@ -163,7 +163,7 @@ def test_auto_logs_once_what_it_chose(packed, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "memopd"):
         assert isinstance(make_plan(packed, "auto", model), DensePlan)
         make_plan(packed, "auto", model)
-    assert [r.message for r in caplog.records] == ["attention: dense (under 512 rows on a CPU)"]
+    assert [r.message for r in caplog.records] == ["attention: auto takes the kernel dense (under 512 rows on a CPU)"]
 
 
 # ---- the dense plan by hand ---------------------------------------------------------------------------------
