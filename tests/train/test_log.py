@@ -32,10 +32,12 @@ def test_a_terminal_shows_step_stage_and_time(tmp_path, monkeypatch, capsys, ter
         with run.stage("check"):
             for _ in run.progress("calls alone", ["a", "b"]):
                 time.sleep(0.6)  # a terminal is refreshed twice a second
+            for _ in run.count("episodes", iter("abc"), 3):
+                time.sleep(0.6)
     assert steps == [2, 3]
     said = capsys.readouterr()
     assert said.out == ""
-    for part in ("step 3/4  check", "step 4/4  check", "calls alone 2/2", "0:00:01"):
+    for part in ("step 3/4  check", "step 4/4  check", "calls alone 2/2", "episodes 3/3", "0:00:01"):
         assert (part in said.err) == terminal
     if not terminal:
         assert said.err == ""

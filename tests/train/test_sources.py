@@ -185,6 +185,20 @@ def test_tasks_of_a_step(sampler):
     assert [e.task_id for e in source.dev(3)] == [t.id for t in source.dev_tasks]
 
 
+def test_episodes_are_counted_as_they_end(sampler):
+    source, _ = sampler()
+    seen = []
+
+    def count(what, items, total):
+        for item in items:
+            seen.append((what, total))
+            yield item
+
+    source.count = count
+    episodes = source.episodes(0)
+    assert seen == [("episodes", len(episodes))] * len(episodes)
+
+
 def test_the_policy_samples_as_it_is_now(sampler):
     """An update shows in the very next episodes, and the trainer agrees with the sampler's log-probabilities."""
     source, learner = sampler()

@@ -69,12 +69,15 @@ class Run:
 
     def progress(self, what: str, items: Sequence[Any]) -> Iterable[Any]:
         """Count the items of a part of the stage on the terminal."""
-        return items if self.shown is None else self._counted(what, items)
+        return self.count(what, items, len(items))
 
-    def _counted(self, what: str, items: Sequence[Any]) -> Iterator[Any]:
+    def count(self, what: str, items: Iterable[Any], total: int) -> Iterable[Any]:
+        return items if self.shown is None else self._counted(what, items, total)
+
+    def _counted(self, what: str, items: Iterable[Any], total: int) -> Iterator[Any]:
         line = self.shown.add_task(what, total=None)
         for number, item in enumerate(items, 1):
-            self.shown.update(line, description=f"  {what} {number}/{len(items)}")
+            self.shown.update(line, description=f"  {what} {number}/{total}")
             yield item
         self.shown.remove_task(line)
 

@@ -82,7 +82,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         root.publish()
         batches = plan(load_examples(s.episodes, s.keep, decode, budget), s, steps, every.seed)
         dev = load_examples(s.dev, (), decode, budget, DEV_EPISODES)
-        sampler = Sampler(config, root, tokenizer, output) if evaluated else None
+        sampler = Sampler(config, root, tokenizer, output, run.count) if evaluated else None
         if sampler is not None:
             open_now.enter_context(closing(sampler))
         metrics: dict[str, float] = {}

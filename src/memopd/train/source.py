@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +27,11 @@ from memopd.types import Episode, Sampling
 log = logging.getLogger("memopd")
 
 Graded: TypeAlias = tuple[Episode, Outcome]
+Count: TypeAlias = Callable[[str, Iterable[Any], int], Iterable[Any]]  # what, items, how many: shows them as they come
+
+
+def uncounted(what: str, items: Iterable[Any], total: int) -> Iterable[Any]:
+    return items
 
 
 class Source(Protocol):
@@ -54,12 +59,12 @@ def check_sources(config: RunConfig, stores: Sequence[str], samples: bool) -> No
         read_info(Path(tasks.index))
 
 
-def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> Source:
+def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path, count: Count = uncounted) -> Source:
     if config.sampling.replay:
         return Replay(config.sampling.replay, config.optimise.tasks * config.optimise.samples)
     if config.run.dev_every and not config.tasks.dev:
         raise ValueError("run.dev_every: name the tasks to evaluate on in tasks.dev, or set it to 0")
-    return (AheadSampler if config.sampling.ahead else Sampler)(config, root, tokenizer, run)
+    return (AheadSampler if config.sampling.ahead else Sampler)(config, root, tokenizer, run, count)
 
 
 class Replay:
@@ -84,9 +89,11 @@ class Replay:
 class Sampler:
     """Samples the policy in its environment. Each rank samples its share of the tasks; all ranks get all episodes."""
 
-    def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
+    def __init__(
+        self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path, count: Count = uncounted
+    ) -> None:
         s, t = config.sampling, config.tasks
-        self.config = config
+        self.config, self.count = config, count
         self.tasks = read_tasks(t.train) if t.train else []
         self.dev_tasks = read_tasks(t.dev)[: config.run.dev_tasks] if t.dev else []
         self.outcomes: dict[str, Outcome] = {}  # of the episodes sampled last, by their ids
@@ -130,13 +137,14 @@ class Sampler:
 
     def _run(self, version: int, pairs: Sequence[tuple[str, Task]]) -> list[Episode]:
         self.policy.refresh(version)
-        mine = self._play(pairs)
+        mine = self._play(pairs, self.count)
         self.policy.release()
         return self._keep_outcomes(self._together(pairs, mine))
 
-    def _play(self, pairs: Sequence[tuple[str, Task]]) -> list[Graded]:
+    def _play(self, pairs: Sequence[tuple[str, Task]], count: Count = uncounted) -> list[Graded]:
         """This rank's share of the episodes."""
-        return list(self.agent.graded(ranks.share(pairs), self.config.run.seed, frees_model=False))
+        mine = ranks.share(pairs)
+        return list(count("episodes", self.agent.graded(mine, self.config.run.seed, frees_model=False), len(mine)))
 
     def _together(self, pairs: Sequence[tuple[str, Task]], mine: list[Graded]) -> list[Graded]:
         """The episodes of all ranks, in the order of `pairs`."""
@@ -164,8 +172,10 @@ class AheadSampler(Sampler):
     began with, and the later calls of their episodes get the new ones. With n = 1 no call is open then.
     """
 
-    def __init__(self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path) -> None:
-        super().__init__(config, root, tokenizer, run)
+    def __init__(
+        self, config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path, count: Count = uncounted
+    ) -> None:
+        super().__init__(config, root, tokenizer, run, count)
         self.folder = run / "episodes"
         self.decode = codec_of(tokenizer).decode
         self.sampled_again: set[int] = set()  # steps whose batch a killed run had begun with weights that are gone

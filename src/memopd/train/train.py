@@ -36,7 +36,7 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
         decode, every, steps = codec_of(tokenizer).decode, config.run, config.optimise.steps
         metrics: dict[str, float] = {}
 
-        with closing(open_source(config, learner.student, tokenizer, output)) as source:
+        with closing(open_source(config, learner.student, tokenizer, output, run.count)) as source:
             for step in run.steps(steps):
                 with run.stage("sample"):
                     episodes = source.episodes(step)
