@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopd.cli.options import Json, numbers, out, track
+from memopd.cli.options import Json, check_new, numbers, out, track
 from memopd.cli.tasks import Part, Questions, SkipBad, Sources, Split, ids_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def demonstrate(
     horizons = sorted(set(numbers(k)))
     if horizons[0] < 1:
         raise ValueError(f"-k must be 1 or more, got {k}")
-    if output.exists():
-        raise ValueError(f"{output}: already exists; choose another name, or remove it")
+    check_new(output)
     from memopd.agent import demonstrator
     from memopd.agent.parts import check_parts
     from memopd.config import TasksConfig

@@ -51,9 +51,7 @@ def run(app: typer.Typer) -> None:
 
 def _said(error: ValueError | OSError) -> str:
     """An error of the system as we would say it: the file first, no number."""
-    if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return f"{error.filename}: no such file"
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+    if isinstance(error, OSError) and error.filename is not None and error.filename2 is None and error.strerror:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)
 
@@ -70,6 +68,12 @@ def track(description: str, items: Iterable[Any]) -> Iterable[Any]:
     from rich.progress import track as bar
 
     return bar(items, description=f"{description:<24}", console=err, disable=not err.is_terminal, transient=True)
+
+
+def check_new(output: Path) -> None:
+    """Refuse to replace a result. Called before the work that makes it."""
+    if output.exists():
+        raise ValueError(f"{output}: already exists; choose another name, or remove it")
 
 
 def plain(value: Any) -> Any:

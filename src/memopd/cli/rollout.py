@@ -21,6 +21,7 @@ from memopd.cli.options import (
     Json,
     Precision,
     check_adapter,
+    check_new,
     device,
     err,
     load_sampler,
@@ -161,7 +162,7 @@ class Stored:
         return self.rewards / self.episodes if self.episodes else None
 
     def as_dict(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in ("episodes", "calls", "sampled_tokens")}
+        counts = {"episodes": self.episodes, "calls": self.calls, "sampled_tokens": self.sampled_tokens}
         return counts | {"mean_reward": self.mean_reward}
 
     def __str__(self) -> str:
@@ -241,8 +242,8 @@ def evaluate(
     from memopd.cli.evaluation import read_other
     from memopd.evaluate import Setting
 
-    if output is not None and output.exists():
-        raise ValueError(f"{output}: already exists; choose another name, or remove it")
+    if output is not None:
+        check_new(output)
     other = None if against is None else read_other(against, tasks, play.limit)
     sampling = sampling_of(play)
     check(play)

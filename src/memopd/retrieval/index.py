@@ -46,12 +46,17 @@ def passages_of(index: Index, ids: Iterable[str]) -> dict[str, Passage]:
     return found
 
 
+def is_service(where: Path | str) -> bool:
+    """Whether it is the URL of a retrieval service, and no folder."""
+    return str(where).startswith(("http://", "https://"))
+
+
 def open_index(where: Path | str, model: str | None = None) -> Index:
     """Open an index folder, or with http(s):// a service that uses Search-R1's protocol.
 
     `model` is the embedding model of a dense or hybrid index, if it has moved since the index was built.
     """
-    if str(where).startswith(("http://", "https://")):
+    if is_service(where):
         from memopd.retrieval.client import RemoteIndex
 
         return RemoteIndex(str(where))

@@ -45,7 +45,7 @@ _SCHEMA = pa.schema(
         "extra_info": pa.struct({"index": pa.int64(), "id": _TEXT, "questions": pa.list_(_QUESTION)}),
     }
 )
-_HUB = "hub:"
+HUB = "hub:"
 _ASKED = re.compile(r"\bquestions?:", re.IGNORECASE)  # the word before the questions in common prompts
 _CONTEXT = re.compile(r"(?:\n|(?<=\?))\s*Context:")  # the word before the documents in some of them
 _AFTER_ASKED = re.compile(r"(?<=\?)\s*Context:")  # the same, surely after the questions
@@ -207,7 +207,7 @@ def source_of(path: str | Path) -> str:
     >>> source_of("data/nq.jsonl.gz"), source_of("hub:RUC-NLPIR/FlashRAG_datasets:hotpotqa:dev")
     ('nq', 'hotpotqa')
     """
-    if str(path).startswith(_HUB):
+    if str(path).startswith(HUB):
         name, config, _ = _hub_name(str(path))
         return config or name.rpartition("/")[2]
     return Path(path).name.partition(".")[0]
@@ -236,7 +236,7 @@ def _written(index: int, task: Task, prompt: str) -> Row:
 def _rows(path: str | Path) -> Iterator[tuple[str, bytes | Row]]:
     """Every row with its place in the file. Lines of JSON come as bytes, so that the caller can skip bad ones."""
     name = str(path)
-    if name.startswith(_HUB):
+    if name.startswith(HUB):
         return _hub_rows(name)
     path = Path(path)
     if not path.is_file():
@@ -288,7 +288,7 @@ def _hub_rows(path: str) -> Iterator[tuple[str, Row]]:
 
 
 def _hub_name(path: str) -> tuple[str, str, str]:
-    match path.removeprefix(_HUB).split(":"):
+    match path.removeprefix(HUB).split(":"):
         case [name, split] if name and split:
             return name, "", split
         case [name, config, split] if name and config and split:

@@ -16,9 +16,9 @@ from memopd.agent.codec import check_fits, check_template, codec_of, prefix_of
 from memopd.agent.parts import build_parts
 from memopd.config import RunConfig
 from memopd.record import read_episodes
-from memopd.retrieval.index import read_info
+from memopd.retrieval.index import is_service, read_info
 from memopd.tasks import Task
-from memopd.tasks.files import read_tasks
+from memopd.tasks.files import HUB, read_tasks
 from memopd.train import ranks
 from memopd.train.engines import LocalPolicy, ServedPolicy
 from memopd.train.models import PolicyRoot
@@ -47,15 +47,14 @@ def check_sources(config: RunConfig, stores: Sequence[str], samples: bool) -> No
     """Report what is missing before any model is loaded: recorded episodes and, if the run `samples`, what it plays."""
     tasks = config.tasks
     for store in stores:
-        if not Path(store).exists():
-            raise ValueError(f"{store}: no such file or directory")
+        read_episodes(store)  # looks for the files, and reads none yet
     if not samples:
         return
     for name in ("train", "dev"):
         path = getattr(tasks, name)
-        if path and not path.startswith("hub:") and not Path(path).is_file():
+        if path and not path.startswith(HUB) and not Path(path).is_file():
             raise ValueError(f"tasks.{name}: {path}: no such file")
-    if tasks.index and not tasks.index.startswith(("http://", "https://")):
+    if tasks.index and not is_service(tasks.index):
         read_info(Path(tasks.index))
 
 

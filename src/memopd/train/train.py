@@ -27,8 +27,9 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
     """Train for all steps of `config` and return the last metrics. Writes everything to `output`."""
     check_objective(config)
     check_attention(config.model.attention)
-    check_parts(config.tasks, needs_index=not config.sampling.replay)
-    check_sources(config, list(filter(None, [config.sampling.replay])), samples=not config.sampling.replay)
+    replay = config.sampling.replay
+    check_parts(config.tasks, needs_index=not replay)
+    check_sources(config, [replay] if replay else [], samples=not replay)
     with ranks.joined() as device, closing(open_run(output, config, resume)) as run:
         learner = build(config, device)
         learner.restore(run.checkpoint)
