@@ -352,7 +352,8 @@ def test_settings_that_do_not_agree_are_one_line(tmp_path):
     write_digests(uneven)
     with pytest.raises(ValueError, match=r"model.adapter: .*uneven has other ranks or scales than lora.rank"):
         build(settings(model__adapter=str(uneven)), CPU)
-    bare = {"sft.start": "shape.json", "sft.tokenizer": str(shop() / "student"), "sft.episodes": str(shop() / "episodes")}
+    there = {"sft.tokenizer": str(shop() / "student"), "sft.episodes": str(shop() / "episodes")}
+    bare = {"sft.start": "shape.json", **there}
     with pytest.raises(ValueError, match=r"shape\.json: has no weights to keep frozen"):
         sft(load_config(shop() / "config.toml", LORA | bare), tmp_path / "run")
 
