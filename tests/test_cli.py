@@ -93,6 +93,28 @@ def test_what_needs_no_torch_imports_none(room):
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
+SHUT_DOWN = """
+import atexit, runpy, sys
+atexit.register(print, "shut down")
+sys.argv = ["memopd", *{arguments!r}]
+runpy.run_module("memopd.cli", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "ends_at_once"),
+    [("2", ["--version"], True), ("1", ["--version"], False), ("2", ["no such command"], False)],
+)
+def test_a_rank_that_succeeded_ends_without_the_shutdown_of_the_interpreter(ranks, arguments, ends_at_once):
+    """There a thread of gloo could abort the process. Whoever failed ends as usual, with the status of the error."""
+    code = SHUT_DOWN.format(arguments=arguments)
+    environment = {**os.environ, "WORLD_SIZE": ranks}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode == 0) is (arguments == ["--version"])
+    assert (f"memopd {__version__}" in done.stdout) is (arguments == ["--version"])
+    assert ("shut down" not in done.stdout) is ends_at_once
+
+
 def test_the_console_script_is_this_command():
     from importlib.metadata import entry_points
 
