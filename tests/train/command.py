@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -77,6 +78,7 @@ def _main(arguments: tuple[str, ...], environment: dict[str, str], before: objec
     os.environ.update(environment)
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     import torch
 
     torch.set_num_threads(1)
