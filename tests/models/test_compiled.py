@@ -4,12 +4,15 @@ Here torch.compile's "eager" backend runs what was captured; tests/gpu runs the 
 """
 
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
 import torch
 from calls import mem1_calls
+from torch._dynamo.backends.debugging import aot_eager
 
+from memopd.attention.cascade import CascadePlan
 from memopd.compile import compile_calls
 from memopd.models import compiled as compiled_module
 from memopd.models.adapters import activate, adapter_weights, add_adapter, new_config
@@ -32,6 +35,33 @@ def runs(monkeypatch):
 
     compile_it = cache(lambda function: torch.compile(function, dynamic=True, backend=backend))
     monkeypatch.setattr(compiled_module, "compiled", compile_it)
+    return count
+
+
+@dataclass
+class Graphs:
+    made: int = 0
+    run: int = 0
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """How many graphs were captured, with their gradients, and how often they ran."""
+    count = Graphs()
+
+    def backend(graph, inputs):
+        count.made += 1
+        compiled = aot_eager(graph, inputs)
+
+        def run(*arguments):
+            count.run += 1
+            return compiled(*arguments)
+
+        return run
+
+    compile_it = cache(lambda function: torch.compile(function, dynamic=True, backend=backend))
+    monkeypatch.setattr(compiled_module, "compiled", compile_it)
+    torch._dynamo.reset()
     return count
 
 
@@ -71,6 +101,43 @@ def test_scores_and_gradients_are_the_same_with_every_adapter(runs, checkpointin
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         assert runs[0] > before
     assert not torch.equal(alone["student"][0], alone["reference"][0])
+
+
+def test_with_paths_a_layer_is_one_graph(graphs):
+    """The same scores and gradients, and packs of other shapes run the same graph."""
+    calls = (mem1_calls(4, calls=6, q=13), mem1_calls(5, calls=3), mem1_calls(6, calls=5))
+    packs = [compile_calls(each) for each in calls]
+    assert len({len(packed) for packed in packs}) == 3
+    assert 64 not in [len(packed) for packed in packs]  # the model's width: torch would take it for one, a constant
+    model = tiny_model("qwen2").train()
+    layers, weight = model.config.num_hidden_layers, model.model.layers[0].self_attn.k_proj.weight
+
+    def scored(packed, attention):
+        model.zero_grad()
+        logprob = score(model, [packed], attention=attention).logprob
+        logprob.sum().backward()
+        return logprob.detach(), weight.grad.clone()
+
+    alone = [scored(packed, "cascade") for packed in packs]
+    prepare_layers(model)
+    made = []
+    for packed, expected in zip(packs, alone, strict=True):
+        before = graphs.run
+        torch.testing.assert_close(scored(packed, "cascade"), expected, rtol=1e-4, atol=1e-5)
+        assert graphs.run - before == layers
+        made.append(graphs.made)
+    assert made[0] == made[-1]
+    before = graphs.run
+    scored(packs[0], "dense")
+    assert graphs.run - before > layers  # any other kernel stays outside, and cuts the layer
+
+
+def test_levels_stay_outside():
+    """Every number of levels would be another graph."""
+    packed = compile_calls(mem1_calls(3))
+    paths, levels = (CascadePlan(packed, torch.device("cpu"), layout) for layout in ("paths", "levels"))
+    assert paths.traceable
+    assert not levels.traceable
 
 
 def test_a_copy_of_a_prepared_model_runs_its_own_weights(runs):

@@ -156,6 +156,7 @@ class CascadePlan:
         nodes = nodes_of(packed.exit)
         self.longest = int(packed.positions.max()) + 1
         self.layout, self.why = choose_layout(nodes, device.type) if layout is None else (layout, "asked for")
+        self.traceable = self.layout == "paths"  # a trie has any number of levels, and each would be another graph
         make = {"paths": path_pass, "levels": level_passes}
         # A window is measured along a whole path, which only the layout "paths" has in one segment.
         needed = {self.layout, "paths"} if windowed else {self.layout}

@@ -3,11 +3,14 @@
 A layer of a small model is forty kernels, most of which normalise, rotate or add. In sampling, starting them takes
 longer than computing them; in training, each reads and writes all rows again. torch.compile makes about a dozen of
 them. It keeps every rounding of the uncompiled layer (`emulate_precision_casts`) and chooses its kernels without
-measuring (`deterministic`), so that a repeated run computes the same. Attention stays outside, because its scheme is
-ours.
+measuring (`deterministic`), so that a repeated run computes the same.
 
-A prepared model still runs as it is: a pass is compiled only if its scheme is `Opaque`. Compiling takes half a minute
-once, and some seconds when torch's cache on disk has the kernels.
+A scheme says with an attribute `traceable` that torch.compile may follow it; then a layer is one graph. Any other
+scheme is wrapped in `Opaque` and stays outside, which cuts a layer into six: the host then takes a third longer to
+start it.
+
+A prepared model still runs as it is: a pass is compiled only if its scheme is `Opaque` or traceable. Compiling takes
+half a minute once, and some seconds when torch's cache on disk has the kernels.
 """
 
 from __future__ import annotations
@@ -55,15 +58,20 @@ def _probe(x: Tensor) -> Tensor:
 
 
 def prepare_layers(model: Any) -> None:
-    """From now on, passes with an `Opaque` scheme run compiled layers."""
+    """From now on, passes with an `Opaque` or a traceable scheme run compiled layers."""
     for layer in _layers(model):
         layer.forward = partial(_forward, layer)
 
 
 def scheme_for(model: Any, scheme: Scheme) -> Scheme:
-    """`scheme` as the passes of `model` take it: `Opaque` if its layers are prepared."""
+    """`scheme` as the passes of `model` take it: compiled if its layers are prepared."""
     layers = _layers(model)
-    return Opaque(scheme) if layers and "forward" in vars(layers[0]) else scheme
+    is_prepared = bool(layers) and "forward" in vars(layers[0])
+    return Opaque(scheme) if is_prepared and not _is_compiled(scheme) else scheme
+
+
+def _is_compiled(scheme: Any) -> bool:
+    return isinstance(scheme, Opaque) or getattr(scheme, "traceable", False)
 
 
 def _layers(model: Any) -> list[Any]:
@@ -72,7 +80,7 @@ def _layers(model: Any) -> list[Any]:
 
 def _forward(layer: Any, *arguments: Any, **keywords: Any) -> Any:
     forward = type(layer).forward
-    if isinstance(keywords.get("memopd_scheme"), Opaque):
+    if _is_compiled(keywords.get("memopd_scheme")):
         forward = compiled(forward)
     return forward(layer, *arguments, **keywords)
 
