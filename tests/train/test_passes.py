@@ -10,6 +10,7 @@ from tiny import recorded, word_tokenizer, workshop
 
 from memopd.attention.plan import KERNELS
 from memopd.config import load_config
+from memopd.score import states
 from memopd.train.algorithms import ALGORITHMS, GRPO
 from memopd.train.batch import compile_batches
 from memopd.train.diagnostics import describe
@@ -18,6 +19,7 @@ from memopd.train.learner import build
 from memopd.train.scoring import score_batches
 from memopd.train.terms import make_terms
 from memopd.train.traces import make_traces
+from memopd.train.train import train
 from memopd.train.update import tokens_of, update, update_actor
 
 CPU = torch.device("cpu")
@@ -161,3 +163,16 @@ def test_all_models_and_passes_share_the_plan_of_a_pack(monkeypatch, attention):
     again = one_step(settings, in_advance=False)
     assert_same(shared, again)
     assert len(built) == sum(again[2].values()) == 8 * packs  # four scores; two epochs of student and critic
+
+
+def test_trained_models_are_prepared_once_per_stage(monkeypatch, tmp_path):
+    """However many mini-batches there are. To go through the modules of adapters takes longer than to start a pass."""
+    prepared = Counter()
+    monkeypatch.setattr(states, "check_dropout", lambda model: prepared.update([mini_batch]))
+    settings = {"lora.rank": "4", "teacher.state": "none", "optimise.steps": "1", "run.check_every": "0"}
+    for mini_batch in (8, 4, 1):
+        train(
+            load_config(workshop() / "config.toml", settings | {"optimise.mini_batch": str(mini_batch)}),
+            tmp_path / str(mini_batch),
+        )
+    assert prepared[8] == prepared[4] == prepared[1] > 0

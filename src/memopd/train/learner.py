@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,12 @@ class Learner:
     head: Head | None  # the teacher's
     algorithm: Algorithm
     divergence: Divergence
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """A block around many passes of the trained models, which are checked and prepared once."""
+        with self.student.passes(), nullcontext() if self.critic is None else self.critic.passes():
+            yield
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The content of a checkpoint."""

@@ -208,7 +208,11 @@ def on_device(root: Root, device: torch.device) -> Iterator[None]:
     """Puts a frozen model on `device` inside the block. Its weights do not change, so none are copied back.
 
     From its second use on, when an update has shown what it needs, the model stays there while there is room for it.
+    A model over a base that is trained is there anyway.
     """
+    if root.base is not None:
+        yield
+        return
     root.host = root.host or [(p, p.data) for p in root.parameters() if p.device != device]
     root.to(device)
     try:

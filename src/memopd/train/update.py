@@ -38,11 +38,9 @@ def update(
             for i in order[1:]:
                 _ = terms[i].logp_old  # computed now if it is unknown: the weights move after the first mini-batch
         for i in order:
-            with learner.student.passes():
-                measured = update_actor(learner, batches[i], terms[i], guides[i], keep=epoch == 0)
+            measured = update_actor(learner, batches[i], terms[i], guides[i], keep=epoch == 0)
             if learner.critic is not None and learner.critic_optimiser is not None:
-                with learner.critic.passes():
-                    measured |= update_critic(learner.critic, learner.critic_optimiser, batches[i], terms[i], o)
+                measured |= update_critic(learner.critic, learner.critic_optimiser, batches[i], terms[i], o)
             made.append(measured)
     means = {name: float(np.mean([m[name] for m in made])) for name in made[0] if name != "ratio_error"}
     return means | {"first_ratio_error": made[0]["ratio_error"], "lr": lr}
