@@ -284,6 +284,20 @@ def bench_audit(
     report(run_audit(Path(model).name, policy, recorded), as_json, dtype=dtype)
 
 
+@app.command("host")
+def bench_host(
+    layers: Annotated[int, typer.Option(help="The number of layers.")] = 24,
+    adapters: Annotated[str, typer.Option(help="Numbers of adapters, comma-separated.")] = "0,3",
+    repeats: Repeats = 9,
+    as_json: Json = False,
+) -> None:
+    """Measure what the host spends to start a pass: compiled layers with attention outside, or as one graph."""
+    counts = numbers(adapters)
+    from benchmarks.host import run_host
+
+    report(run_host(layers, counts, repeats), as_json)
+
+
 @app.command("engine")
 def bench_engine(
     models: Annotated[

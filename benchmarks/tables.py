@@ -16,6 +16,7 @@ from benchmarks.drift import DriftStep
 from benchmarks.engine import EngineArm, EngineResult
 from benchmarks.growth import GrowthResult
 from benchmarks.head import HeadArm, HeadResult
+from benchmarks.host import HostResult
 from benchmarks.output import cell, pyplot, save, table
 from benchmarks.peers import PeerArm, PeersResult
 from benchmarks.rce import RceResult
@@ -50,6 +51,8 @@ def _result(values: dict[str, Any]) -> Any:
         return _as(RecallResult, values)
     if "build_memory" in values:
         return _as(GrowthResult, values)
+    if "host_arm" in values:
+        return _as(HostResult, values)
     if "drift_step" in values:
         return _as(DriftStep, values)
     if "step_arm" in values:
@@ -316,6 +319,13 @@ def profile_tables(name: str, r: StepResult) -> list[Table]:
     return made
 
 
+def host_table(results: Sequence[HostResult]) -> Table:
+    rows = [
+        [r.host_arm, r.layers, r.adapters, f"{1e3 * r.forward:.1f}", f"{1e3 * r.training:.1f}"] for r in results
+    ]  # fmt: skip
+    return table("ms of the host per pass", ["arm", "layers", "adapters", "forward", "forward + backward"], rows)
+
+
 def drift_table(results: Sequence[DriftStep]) -> Table:
     """Ten updates spread over the run; the last one is always there."""
     shown = sorted({*range(0, len(results), max(1, len(results) // 10)), len(results) - 1})
@@ -338,6 +348,7 @@ _TOGETHER: dict[type, Any] = {  # kinds whose results share one table
     GrowthResult: growth_table,
     UpdateResult: update_table,
     DriftStep: drift_table,
+    HostResult: host_table,
 }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
 from enum import StrEnum
@@ -28,7 +29,7 @@ from memopd.evaluate import Estimate, Measures, Setting, summarise
 from memopd.evaluate.provenance import source
 from memopd.evaluate.tables import COSTS, DEPENDENCY, EM, F1, PEAK, Column
 from memopd.evaluate.tables import shown as cell
-from memopd.files import whole_folder, write_digests
+from memopd.files import check_digests, whole_folder, write_digests
 from memopd.train.metrics import read_metrics
 from paper.bring import CONFIG, WEIGHTS, in_half
 from paper.evaluation import fingerprint
@@ -66,8 +67,18 @@ def ship(
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the adapters.")] = ADAPTERS,
     suite: Annotated[Path, typer.Option(help="The suite whose way to evaluate the cards name.")] = SUITE,
     cards: Annotated[bool, typer.Option("--cards", help="Only write the cards again, from each run.json.")] = False,
+    restore: Annotated[
+        bool,
+        typer.Option(
+            "--restore", help="The other way round: put them back as finished runs, which are not made again."
+        ),
+    ] = False,
 ) -> None:
     """Make the adapters that ship, in bfloat16, each with a card."""
+    if restore:
+        for name in names or [name for name in Name if (output / name).is_dir()]:
+            put_back(name, output / name, work / RUNS[name])
+        return
     if cards:
         for file in sorted(output.glob(f"*/{RUN}")):
             file.with_name("README.md").write_text(card(json.loads(file.read_text())))
@@ -175,6 +186,22 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         check_adapter(str(partial), json.loads(files[CARD])["base"])
 
 
+def put_back(name: Name, shipped: Path, run: Path) -> None:
+    """A run directory with what ships of it: the adapter, the configuration, and the metrics that its card shows."""
+    if not (shipped / RUN).is_file():
+        raise ValueError(f"{shipped}: there is no such adapter; choose from those in {shipped.parent}")
+    if run.exists():
+        print(f"{run}: exists, and is kept")
+        return
+    check_digests(shipped)
+    made = json.loads((shipped / RUN).read_text())
+    with whole_folder(run) as partial:
+        shutil.copytree(shipped, partial / "adapter", ignore=shutil.ignore_patterns(RUN, "README.md"))
+        (partial / "config.json").write_text(json.dumps(made["config"], indent=2) + "\n")
+        (partial / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made["metrics"]))
+    print(f"{run}: the adapter {name}, {len(made['metrics'])} lines of metrics")
+
+
 # ---- the card -----------------------------------------------------------------------------------------------------
 
 WHAT = {
@@ -261,7 +288,7 @@ def evaluate(made: dict[str, Any]) -> list[str]:
 
 def results(made: dict[str, Any]) -> list[str]:
     if not made["evaluations"]:
-        return ["No evaluation was made yet; there is only the training loss below."]
+        return ["No evaluation was made yet; below is what training measured."]
     text = []
     for split in dict.fromkeys(one["split"] for one in made["evaluations"]):
         found = [one for one in made["evaluations"] if one["split"] == split]

@@ -18,6 +18,7 @@ from benchmarks.output import markdown
 from benchmarks.shapes import episodes_of, independent, merged_rows
 from benchmarks.tables import load, plot, tables_of
 from memopd.compile import compile_calls
+from memopd.models import compiled
 from memopd.record import write_episodes
 from memopd.types import Call, Episode
 from memopd.verify import structural_problems
@@ -139,6 +140,17 @@ def test_an_audit_in_small(small, tmp_path):
     assert [s.name for s in result.audit_stages][-3:] == ["calls alone, float64", "vocabulary", "whole audit"]
     assert sum(s.seconds for s in result.audit_stages[:-1]) <= result.audit_stages[-1].seconds
     assert "| pair by pair |" in markdown(tables_of([result])[0])
+
+
+def test_what_the_host_spends_in_small(monkeypatch, tmp_path):
+    """Without torch.compile, which takes half a minute; tests/models has what it makes of a layer."""
+    monkeypatch.setattr(compiled, "compiled", lambda function: function)
+    results = tmp_path / "r.jsonl"
+    results.write_text(bench_here("host", "--layers", "2", "--adapters", "0,1", "--repeats", "1", "--json"))
+    found = load(results)
+    assert [r.adapters for r in found] == [0, 0, 0, 1, 1, 1]
+    assert all(r.forward > 0 and r.training > 0 for r in found)
+    assert "| compiled, one graph | 2 | 1 |" in markdown(tables_of(found)[0])
 
 
 def test_a_whole_update_in_small(small):

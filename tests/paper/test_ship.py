@@ -12,14 +12,16 @@ from random_adapter import randomise
 from safetensors.torch import load_file, save_file
 from small import command, result
 
-from memopd.config import RunConfig
+from memopd.config import RunConfig, from_tables, load_config
 from memopd.files import check_digests, write_digests
 from memopd.models.adapters import add_adapter, check_adapter, load_adapter, new_config, save_adapter
 from memopd.models.load import load_causal_lm, load_tokenizer
 from memopd.retrieval import Passage, build_index, write_corpus
+from memopd.train.metrics import read_metrics
 from paper import ship
 from paper.bring import WEIGHTS
 from paper.evaluation import fingerprint
+from paper.settings import Suite, load
 from paper.ship import Name, app, card
 
 ROOT = Path(__file__).parents[2]
@@ -207,6 +209,40 @@ def test_cards_can_be_written_again(shipped):
     check_digests(out / "student")  # the card is not loaded, so its words may change
     shipped("--cards")
     assert file.read_text() == before
+
+
+def test_what_ships_can_be_put_back_as_runs(work, shipped, tmp_path):
+    """Then they ship again as they are, and an arm with these settings counts as trained. What exists is kept."""
+    out, _ = shipped()
+    runs = tmp_path / "runs"
+    (runs / ship.RUNS[Name.teacher]).mkdir(parents=True)
+    said = command(app, "--restore", "--work", runs, "-o", out)
+    assert "sft-teacher: exists, and is kept" in said
+    assert not list((runs / ship.RUNS[Name.teacher]).iterdir())
+    run, before = runs / ship.RUNS[Name.ppo], work / ship.RUNS[Name.ppo]
+    assert json.loads((run / "config.json").read_text()) == json.loads((before / "config.json").read_text())
+    assert [line["reward"] for line in read_metrics(run)] == [line["reward"] for line in read_metrics(before)]
+    command(app, "ppo", "--work", runs, "-o", tmp_path / "again", "--suite", ROOT / ship.SUITE)
+    for name in (WEIGHTS, "memopd.json", "digests.json"):
+        assert (tmp_path / "again" / "ppo" / name).read_bytes() == (out / "ppo" / name).read_bytes()
+    (out / "student" / WEIGHTS).write_bytes(b"")
+    shutil.rmtree(runs)
+    with pytest.raises(ValueError, match=r"damaged"):
+        command(app, "student", "--restore", "--work", runs, "-o", out)
+    with pytest.raises(ValueError, match="there is no such adapter"):
+        command(app, "student", "--restore", "--work", runs, "-o", tmp_path / "nowhere")
+    assert not (runs / ship.RUNS[Name.student]).exists()
+
+
+@pytest.mark.skipif(not SHIPPED, reason="no adapter ships yet")
+def test_the_arm_that_ships_is_trained():
+    """Its settings are still those of the suite, so that nothing trains it again after it was put back."""
+    suite = load(Suite, ROOT / ship.SUITE)
+    for file in SHIPPED:
+        if (name := Name(file.parent.name)) in (Name.ppo, Name.memopd):
+            config = from_tables(json.loads(file.read_text())["config"], str(file))
+            asked = load_config(ROOT / suite.training, {k: str(v) for k, v in suite.arms[name].items()})
+            assert config == asked, name
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda f: f.parent.name)
