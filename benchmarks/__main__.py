@@ -288,7 +288,7 @@ def bench_audit(
 def bench_host(
     layers: Annotated[int, typer.Option(help="The number of layers.")] = 24,
     adapters: Annotated[str, typer.Option(help="Numbers of adapters, comma-separated.")] = "0,3",
-    repeats: Repeats = 9,
+    repeats: Repeats = 5,
     as_json: Json = False,
 ) -> None:
     """Measure what the host spends to start a pass: compiled layers with attention outside, or as one graph."""

@@ -26,7 +26,7 @@ from memopd.score import decision_states, many_passes
 from memopd.verify.families import VOCABULARY, demo
 
 ARMS = ("layers as they are", "compiled, attention outside", "compiled, one graph")
-PASSES = 5  # in a repetition
+PASSES = 20  # in a repetition, as over the packs of a stage
 
 
 @dataclass(frozen=True, slots=True)
