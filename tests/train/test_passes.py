@@ -165,11 +165,11 @@ def test_all_models_and_passes_share_the_plan_of_a_pack(monkeypatch, attention):
     assert len(built) == sum(again[2].values()) == 8 * packs  # four scores; two epochs of student and critic
 
 
-def test_trained_models_are_prepared_once_per_stage(monkeypatch, tmp_path):
+def test_models_are_prepared_once_per_stage(monkeypatch, tmp_path):
     """However many mini-batches there are. To go through the modules of adapters takes longer than to start a pass."""
     prepared = Counter()
     monkeypatch.setattr(states, "check_dropout", lambda model: prepared.update([mini_batch]))
-    settings = {"lora.rank": "4", "teacher.state": "none", "optimise.steps": "1", "run.check_every": "0"}
+    settings = {"lora.rank": "4", "optimise.steps": "1", "run.check_every": "0"}
     for mini_batch in (8, 4, 1):
         train(
             load_config(workshop() / "config.toml", settings | {"optimise.mini_batch": str(mini_batch)}),

@@ -2,8 +2,9 @@
 
 A kernel is a class with a method `attend` (see memopd.models.attention.Scheme). Its constructor may have any of the
 parameters in `_OFFERED`. It is built for every pass over a pack, unless it has an attribute `keep` that is true: then
-it stays with the pack, and all passes and models for which these parameters are the same share it. Our own kernels are
-built in the same way.
+it stays with the pack, and all passes and models for which these parameters are the same share it. With an attribute
+`traceable` that is true, torch.compile looks into it (memopd.models.compiled). Our own kernels are built in the same
+way.
 """
 
 from __future__ import annotations

@@ -57,20 +57,21 @@ def score_batches(
     temperature, teacher = learner.config.sampling.temperature, learner.config.teacher
     old: list[Any]
     ref: list[Any]
-    if learner.reference is None:
-        old = ref = [Later(partial(policy_scores, learner.student, b, temperature)) for b in batches]
-    else:
-        old = [policy_scores(learner.student, b, temperature) for b in batches]
-        with on_device(learner.reference, learner.device):
-            ref = [policy_scores(learner.reference, b, temperature) for b in batches]
     value = [torch.zeros(len(b), dtype=master_dtype(learner.config.model)) for b in batches]
-    if learner.critic is not None:
-        value = [values(learner.critic, b) for b in batches]
+    with learner.passes():
+        if learner.reference is None:
+            old = ref = [Later(partial(policy_scores, learner.student, b, temperature)) for b in batches]
+        else:
+            old = [policy_scores(learner.student, b, temperature) for b in batches]
+            with on_device(learner.reference, learner.device), learner.reference.passes():
+                ref = [policy_scores(learner.reference, b, temperature) for b in batches]
+        if learner.critic is not None:
+            value = [values(learner.critic, b) for b in batches]
     thinking = [np.zeros(len(b), np.bool_) for b in batches]
     guides: list[Guide | None] = [None] * len(batches)
     if learner.teacher is not None and learner.head is not None:
         states = exact_states if teacher.state == "aligned" else persistent_states
-        with on_device(learner.teacher, learner.device):
+        with on_device(learner.teacher, learner.device), learner.teacher.passes():
             found = [states(learner.teacher, b) for b in batches]
             thinking = [parts_of(b, decode) for b in batches]  # by the host, while a GPU computes the states
         guides = [

@@ -47,11 +47,11 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                 if step == 0 or (every.check_every and step % every.check_every == 0):
                     with run.stage("check"):
                         check_equivalence(learner, batches[0], output, step, run.progress)
-                with run.stage("score"), learner.passes():
+                with run.stage("score"):
                     scored, guides = score_batches(learner, batches, decode)
                 with run.stage("advantages"):
                     terms, metrics = make_terms(batches, scored, learner.algorithm)
-                with run.stage("update"), learner.passes():
+                with run.stage("update"):
                     metrics |= update(learner, batches, terms, guides, step)
 
                 metrics |= describe(episodes, batches, scored) | quality(source, episodes)

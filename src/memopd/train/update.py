@@ -32,16 +32,17 @@ def update(
         rate = learning_rate(o.critic_lr, step, o.steps, o.critic_warmup, o.schedule)
         set_learning_rate(learner.critic_optimiser, rate)
     made: list[dict[str, float]] = []
-    for epoch in range(o.epochs):
-        order = np.random.default_rng([config.run.seed, step, epoch]).permutation(len(batches))
-        if epoch == 0:
-            for i in order[1:]:
-                _ = terms[i].logp_old  # computed now if it is unknown: the weights move after the first mini-batch
-        for i in order:
-            measured = update_actor(learner, batches[i], terms[i], guides[i], keep=epoch == 0)
-            if learner.critic is not None and learner.critic_optimiser is not None:
-                measured |= update_critic(learner.critic, learner.critic_optimiser, batches[i], terms[i], o)
-            made.append(measured)
+    with learner.passes():
+        for epoch in range(o.epochs):
+            order = np.random.default_rng([config.run.seed, step, epoch]).permutation(len(batches))
+            if epoch == 0:
+                for i in order[1:]:
+                    _ = terms[i].logp_old  # computed now if it is unknown: the weights move after the first mini-batch
+            for i in order:
+                measured = update_actor(learner, batches[i], terms[i], guides[i], keep=epoch == 0)
+                if learner.critic is not None and learner.critic_optimiser is not None:
+                    measured |= update_critic(learner.critic, learner.critic_optimiser, batches[i], terms[i], o)
+                made.append(measured)
     means = {name: float(np.mean([m[name] for m in made])) for name in made[0] if name != "ratio_error"}
     return means | {"first_ratio_error": made[0]["ratio_error"], "lr": lr}
 
