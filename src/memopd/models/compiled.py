@@ -6,8 +6,8 @@ them. It keeps every rounding of the uncompiled layer (`emulate_precision_casts`
 measuring (`deterministic`), so that a repeated run computes the same.
 
 A scheme says with an attribute `traceable` that torch.compile may follow it; then a layer is one graph. Any other
-scheme is wrapped in `Opaque` and stays outside, which cuts a layer into six: the host then takes a third longer to
-start it.
+scheme is wrapped in `Opaque` and stays outside, which cuts a layer into six graphs: the host then takes a quarter to
+a half longer to start it (`python -m benchmarks host`).
 
 A prepared model still runs as it is: a pass is compiled only if its scheme is `Opaque` or traceable. Compiling takes
 half a minute once, and some seconds when torch's cache on disk has the kernels.
