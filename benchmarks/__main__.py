@@ -286,7 +286,7 @@ def bench_audit(
 
 @app.command("host")
 def bench_host(
-    layers: Annotated[int, typer.Option(help="The number of layers.")] = 24,
+    layers: Annotated[int, typer.Option(min=1, help="The number of layers.")] = 24,
     adapters: Annotated[str, typer.Option(help="Numbers of adapters, comma-separated.")] = "0,3",
     repeats: Repeats = 5,
     as_json: Json = False,

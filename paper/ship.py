@@ -29,7 +29,7 @@ from memopd.evaluate import Estimate, Measures, Setting, summarise
 from memopd.evaluate.provenance import source
 from memopd.evaluate.tables import COSTS, DEPENDENCY, EM, F1, PEAK, Column
 from memopd.evaluate.tables import shown as cell
-from memopd.files import check_digests, whole_folder, write_digests
+from memopd.files import check_digests, read_object, whole_folder, write_digests
 from memopd.train.metrics import read_metrics
 from paper.bring import CONFIG, WEIGHTS, in_half
 from paper.evaluation import fingerprint
@@ -75,8 +75,13 @@ def ship(
     ] = False,
 ) -> None:
     """Make the adapters that ship, in bfloat16, each with a card."""
+    if cards and restore:
+        raise ValueError("--cards and --restore: give one of them")
     if restore:
-        for name in names or [name for name in Name if (output / name).is_dir()]:
+        there = names or [name for name in Name if (output / name).is_dir()]
+        if not there:
+            raise ValueError(f"{output}: has no adapter to put back")
+        for name in there:
             put_back(name, output / name, work / RUNS[name])
         return
     if cards:
@@ -194,7 +199,7 @@ def put_back(name: Name, shipped: Path, run: Path) -> None:
         print(f"{run}: exists, and is kept")
         return
     check_digests(shipped)
-    made = json.loads((shipped / RUN).read_text())
+    made = read_object(shipped / RUN)
     with whole_folder(run) as partial:
         shutil.copytree(shipped, partial / "adapter", ignore=shutil.ignore_patterns(RUN, "README.md"))
         (partial / "config.json").write_text(json.dumps(made["config"], indent=2) + "\n")

@@ -21,48 +21,41 @@ from memopd.score import score
 from memopd.verify.families import tiny_model
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """How often captured graphs ran."""
-    count = [0]
-
-    def backend(graph, _):
-        def run(*arguments):
-            count[0] += 1
-            return graph(*arguments)
-
-        return run
-
-    compile_it = cache(lambda function: torch.compile(function, dynamic=True, backend=backend))
-    monkeypatch.setattr(compiled_module, "compiled", compile_it)
-    return count
-
-
 @dataclass
 class Graphs:
     made: int = 0
     run: int = 0
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """How many graphs were captured, with their gradients, and how often they ran."""
+def counted(monkeypatch, backend):
+    """How many graphs were captured, and how often they ran, each as `backend` makes it."""
     count = Graphs()
 
-    def backend(graph, inputs):
+    def counting(graph, inputs):
         count.made += 1
-        compiled = aot_eager(graph, inputs)
+        made = backend(graph, inputs)
 
         def run(*arguments):
             count.run += 1
-            return compiled(*arguments)
+            return made(*arguments)
 
         return run
 
-    compile_it = cache(lambda function: torch.compile(function, dynamic=True, backend=backend))
+    compile_it = cache(lambda function: torch.compile(function, dynamic=True, backend=counting))
     monkeypatch.setattr(compiled_module, "compiled", compile_it)
-    torch._dynamo.reset()
     return count
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    return counted(monkeypatch, lambda graph, _: graph)
+
+
+@pytest.fixture
+def joint_graphs(monkeypatch):
+    """With their gradients."""
+    torch._dynamo.reset()
+    return counted(monkeypatch, aot_eager)
 
 
 def adapted(checkpointing):
@@ -89,21 +82,21 @@ def scored(model, packed, adapter):
 
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_scores_and_gradients_are_the_same_with_every_adapter(runs, checkpointing):
+def test_scores_and_gradients_are_the_same_with_every_adapter(graphs, checkpointing):
     packed = compile_calls(mem1_calls(3))
     model = adapted(checkpointing)
     alone = {adapter: scored(model, packed, adapter) for adapter in ("student", "reference", None)}
-    assert runs == [0]
+    assert graphs.run == 0
     prepare_layers(model)
     for adapter in ("student", None, "reference", "student"):
-        before = runs[0]
+        before = graphs.run
         for a, b in zip(alone[adapter], scored(model, packed, adapter), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        assert runs[0] > before
+        assert graphs.run > before
     assert not torch.equal(alone["student"][0], alone["reference"][0])
 
 
-def test_with_paths_a_layer_is_one_graph(graphs):
+def test_with_paths_a_layer_is_one_graph(joint_graphs):
     """The same scores and gradients, and packs of other shapes run the same graph."""
     calls = (mem1_calls(4, calls=6, q=13), mem1_calls(5, calls=3), mem1_calls(6, calls=5))
     packs = [compile_calls(each) for each in calls]
@@ -122,14 +115,14 @@ def test_with_paths_a_layer_is_one_graph(graphs):
     prepare_layers(model)
     made = []
     for packed, expected in zip(packs, alone, strict=True):
-        before = graphs.run
+        before = joint_graphs.run
         torch.testing.assert_close(scored(packed, "cascade"), expected, rtol=1e-4, atol=1e-5)
-        assert graphs.run - before == layers
-        made.append(graphs.made)
+        assert joint_graphs.run - before == layers
+        made.append(joint_graphs.made)
     assert made[0] == made[-1]
-    before = graphs.run
+    before = joint_graphs.run
     scored(packs[0], "dense")
-    assert graphs.run - before > layers  # any other kernel stays outside, and cuts the layer
+    assert joint_graphs.run - before > layers  # any other kernel stays outside, and cuts the layer
 
 
 def test_levels_stay_outside():
@@ -140,7 +133,7 @@ def test_levels_stay_outside():
     assert not levels.traceable
 
 
-def test_a_copy_of_a_prepared_model_runs_its_own_weights(runs):
+def test_a_copy_of_a_prepared_model_runs_its_own_weights(graphs):
     packed = compile_calls(mem1_calls(3))
     model = tiny_model("qwen2")
     prepare_layers(model)
@@ -151,7 +144,7 @@ def test_a_copy_of_a_prepared_model_runs_its_own_weights(runs):
             parameter.mul_(2)
         assert torch.equal(score(copied, [packed]).logprob, before)
         assert not torch.equal(score(model, [packed]).logprob, before)
-    assert runs[0]
+    assert graphs.run
 
 
 def test_without_a_compiler_a_warning_says_so(monkeypatch, caplog):

@@ -231,7 +231,14 @@ def test_what_ships_can_be_put_back_as_runs(work, shipped, tmp_path):
         command(app, "student", "--restore", "--work", runs, "-o", out)
     with pytest.raises(ValueError, match="there is no such adapter"):
         command(app, "student", "--restore", "--work", runs, "-o", tmp_path / "nowhere")
-    assert not (runs / ship.RUNS[Name.student]).exists()
+    with pytest.raises(ValueError, match="has no adapter to put back"):
+        command(app, "--restore", "--work", runs, "-o", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="give one of them"):
+        command(app, "--restore", "--cards", "--work", runs, "-o", out)
+    (out / "ppo" / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run\.json: "):
+        command(app, "ppo", "--restore", "--work", runs, "-o", out)
+    assert not runs.exists() or not list(runs.rglob("*.json*"))
 
 
 @pytest.mark.skipif(not SHIPPED, reason="no adapter ships yet")

@@ -97,8 +97,7 @@ def policy_scores(root: PolicyRoot, batch: MiniBatch, temperature: float) -> Ten
 @torch.no_grad()
 def values(root: ValueRoot, batch: MiniBatch) -> Tensor:
     """[D] V_φ."""
-    with root.passes():
-        return at_places(batch, root)
+    return at_places(batch, root)
 
 
 def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
@@ -118,11 +117,10 @@ def at_places(batch: MiniBatch, run: Callable[[Packed], Tensor]) -> Tensor:
 def exact_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
     """MemOPD: the teacher in the student's exact states, for this rank's packs."""
     found = {}
-    with root.passes():
-        for work, is_real in ranks.deal(batch.work):
-            states = root(work.packed)
-            if is_real:
-                found[int(work.place[0])] = states
+    for work, is_real in ranks.deal(batch.work):
+        states = root(work.packed)
+        if is_real:
+            found[int(work.place[0])] = states
     return found
 
 
@@ -138,11 +136,10 @@ def persistent_states(root: StatesRoot, batch: MiniBatch) -> dict[int, Tensor]:
     idle = max(ranks.gather(len(histories))) - len(histories)
     filler = batch.persistent([0]) * idle  # the ranks of a sharded model must make the same number of passes
     flat: Tensor | None = None
-    with root.passes():
-        for history in histories + filler:
-            states = root(history.packed)
-            flat = states.new_zeros(len(batch), states.shape[1]) if flat is None else flat
-            flat[torch.as_tensor(history.place, device=flat.device)] = states
+    for history in histories + filler:
+        states = root(history.packed)
+        flat = states.new_zeros(len(batch), states.shape[1]) if flat is None else flat
+        flat[torch.as_tensor(history.place, device=flat.device)] = states
     assert flat is not None
     return {int(w.place[0]): flat[torch.as_tensor(w.place, device=flat.device)] for w in mine}
 
