@@ -288,6 +288,8 @@ def main(config_file: str, folder: str, steps: str, *flags: str) -> None:
     output = Path(folder)
 
     def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the arms that go on meanwhile need the memory
         (output / "ready").touch()
         while not (output / "go").exists():
             time.sleep(0.05)
