@@ -1,6 +1,8 @@
 """Evaluates one model on all data sets and horizons, in one process: `python -m paper.evaluation PLAN.json`.
 
-Every part is written atomically to its own file, so a killed process leaves the parts that it had finished.
+The episodes of all parts share the engine's batches, those of the most questions first: one after the other, the last
+episodes of each part would be sampled almost alone. What an episode samples depends on its own seed, not on the others.
+Every part is written atomically to its own file as soon as its last episode ends.
 """
 
 from __future__ import annotations
@@ -9,16 +11,22 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from memopd.agent import Agent, Outcome, repeat
+from memopd.agent.parts import build_parts
 from memopd.cli.options import Precision, load_sampler
 from memopd.config import TasksConfig
 from memopd.evaluate import Measures, measure_outcomes
 from memopd.evaluate.provenance import changed, identity, source
 from memopd.files import whole
+from memopd.tasks import Task
+from memopd.tasks.files import read_tasks
+from memopd.types import Episode, Sampling
 from paper.settings import Evaluation
 
 WEIGHTS = ("model", "adapter")  # the inputs of a result that `is_made` compares by their fingerprint
@@ -140,39 +148,59 @@ def evaluate(plan: Plan) -> None:
     engine = LocalEngine(model, tokenizer, slots=s.batch, max_length=length, fused=True)
     where, passages, weights = machine(), identity(s.index), plan.weights()
     policy = {"model": identity(plan.model)} | ({"adapter": identity(plan.adapter)} if plan.adapter else {})
+    sampling = Sampling(temperature=s.temperature, top_p=s.top_p, max_tokens=s.max_tokens)
     try:
-        for part in todo:
-            start = time.time()
-            played = TasksConfig(memory=part.memory, grading=s.grading, max_context=s.max_context)
-            measures = _measure(part, s, played, engine, tokenizer, index)
-            result = {
-                "system": part.system, "seed": part.seed, "data": part.data, "k": part.k, "model": plan.model,
-                "adapter": plan.adapter, "weights": weights, "settings": measured_with(part, s),
-                "played_with": asdict(played), **source(),
-                "inputs": policy | {"tasks": identity(part.tasks), "index": passages},
-                "engine": f"local, {where['device']}", "processes": part.processes, "machine": where,
-                "seconds": round(time.time() - start, 2), "measures": [asdict(m) for m in measures],
-            }  # fmt: skip
-            with whole(Path(part.output)) as partial:
-                partial.write_text(json.dumps(result) + "\n")
-            em = sum(m.em for m in measures) / len(measures)
-            what = f"{part.system} seed {part.seed} {part.data} Q{part.k}"
-            print(f"{what}: EM {em:.3f} of {len(measures)} episodes, {result['seconds']:.0f} s", flush=True)
+        for parts in together(todo, s):
+            start, (first, *_) = time.time(), parts
+            played = TasksConfig(memory=first.memory, grading=s.grading, max_context=s.max_context)
+            environment, memory = build_parts(played, tokenizer, index)
+            agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, first.memory)
+            for part, measures in measured(agent, parts, s.samples):
+                result = {
+                    "system": part.system, "seed": part.seed, "data": part.data, "k": part.k, "model": plan.model,
+                    "adapter": plan.adapter, "weights": weights, "settings": measured_with(part, s),
+                    "played_with": asdict(played), **source(),
+                    "inputs": policy | {"tasks": identity(part.tasks), "index": passages},
+                    "engine": f"local, {where['device']}", "processes": part.processes, "machine": where,
+                    "seconds": round(time.time() - start, 2), "measures": [asdict(m) for m in measures],
+                }  # fmt: skip
+                with whole(Path(part.output)) as partial:
+                    partial.write_text(json.dumps(result) + "\n")
+                em = sum(m.em for m in measures) / len(measures)
+                what = f"{part.system} seed {part.seed} {part.data} Q{part.k}"
+                print(f"{what}: EM {em:.3f} of {len(measures)} episodes, {result['seconds']:.0f} s", flush=True)
     finally:
         engine.close()
 
 
-def _measure(part: Part, s: Evaluation, played: TasksConfig, engine: Any, tokenizer: Any, index: Any) -> list[Measures]:
-    from memopd.agent import Agent, repeat
-    from memopd.agent.parts import build_parts
-    from memopd.tasks.files import read_tasks
-    from memopd.types import Sampling
+def together(parts: Sequence[Part], settings: Evaluation) -> Iterator[dict[Part, list[Task]]]:
+    """Parts that one agent can play at once, with their tasks, the longest first: of one seed and one memory rule."""
+    groups: list[dict[Part, list[Task]]] = []
+    for part in sorted(parts, key=lambda part: -part.k):
+        tasks = read_tasks(part.tasks)[: settings.limit or None]
+        names = {task.id for task in tasks}
+        for group in groups:
+            of_group = next(iter(group))
+            taken = {task.id for others in group.values() for task in others}
+            if (of_group.seed, of_group.memory) == (part.seed, part.memory) and not names & taken:
+                group[part] = tasks
+                break
+        else:
+            groups.append({part: tasks})
+    yield from groups
 
-    tasks = read_tasks(part.tasks)[: s.limit or None]
-    environment, memory = build_parts(played, tokenizer, index)
-    sampling = Sampling(temperature=s.temperature, top_p=s.top_p, max_tokens=s.max_tokens)
-    agent = Agent(engine, environment, memory, tokenizer, sampling, s.batch, s.max_context, part.memory)
-    return measure_outcomes(agent.graded(repeat(tasks, s.samples), part.seed, frees_model=False), tasks)
+
+def measured(agent: Agent, parts: dict[Part, list[Task]], samples: int) -> Iterator[tuple[Part, list[Measures]]]:
+    """Yields every part when the last of its episodes has ended."""
+    part_of = {task.id: part for part, tasks in parts.items() for task in tasks}
+    played: dict[Part, list[tuple[Episode, Outcome]]] = {part: [] for part in parts}
+    (seed,) = {part.seed for part in parts}
+    waiting = repeat((task for tasks in parts.values() for task in tasks), samples)
+    for episode, outcome in agent.graded(waiting, seed, frees_model=False):
+        part = part_of[episode.task_id]
+        played[part].append((episode, outcome))
+        if len(played[part]) == len(parts[part]) * samples:
+            yield part, measure_outcomes(played.pop(part), parts[part])
 
 
 if __name__ == "__main__":

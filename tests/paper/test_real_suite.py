@@ -22,7 +22,7 @@ from memopd.train.metrics import read_metrics
 from memopd.train.train import train
 from paper.__main__ import app
 from paper.comparisons import grows, growth, order_row, orders, shorter
-from paper.evaluation import Part, evaluate, fingerprint, is_made, measured_with, read_plan
+from paper.evaluation import Part, evaluate, fingerprint, is_made, measured_with, read_plan, together
 from paper.jobs import Made
 from paper.settings import Recorded, Shown, Suite, check_systems, load
 from paper.suite import Work, make
@@ -217,6 +217,34 @@ def test_a_base_with_an_adapter_is_evaluated_on_all_data_sets(work, tmp_path):
     assert is_made(plan, plan.parts[0])  # results outlive the adapter
     shutil.copytree(shop() / "guide", plan.adapter)
     assert not is_made(plan, plan.parts[0])  # but are not those of another
+
+
+def test_parts_share_the_batches_and_have_the_results_of_each_alone(work, tmp_path):
+    plan = dict(replace(work, wanted=(("student-mem1", 1), ("student-mem1", 2))).plans())["student-0"]
+    precise = replace(plan, settings=replace(plan.settings, dtype="float32", samples=2))
+    (group,) = together(plan.parts, plan.settings)
+    assert [(part.k, part.data) for part in group] == [(2, "a"), (2, "b"), (1, "a"), (1, "b")]  # the longest first
+    evaluate(precise)
+    for part in plan.parts:
+        alone = replace(part, output=str(tmp_path / "alone.json"))
+        evaluate(replace(precise, parts=(alone,)))
+        pooled, single = (
+            {
+                (m["task"], m["em"], m["f1"], m["calls"], m["peak"], m["dependency"])
+                for m in json.loads(text)["measures"]
+            }
+            for text in (Path(part.output).read_text(), Path(alone.output).read_text())
+        )
+        assert pooled == single
+        assert pooled
+        Path(alone.output).unlink()
+
+
+def test_parts_of_other_seeds_rules_or_of_the_same_tasks_are_played_by_themselves(work):
+    part = dict(work.plans())["student-0"].parts[0]
+    others = [replace(part, seed=1), replace(part, memory="truncate"), replace(part, output="again")]
+    groups = list(together([part, *others], work.suite.evaluation))
+    assert [list(group) for group in groups] == [[part], *([other] for other in others)]
 
 
 def test_an_adapter_of_another_base_has_another_fingerprint(tmp_path):
