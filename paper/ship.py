@@ -275,7 +275,9 @@ def base_of(made: dict[str, Any], called: str) -> list[str]:
 def evaluate(made: dict[str, Any]) -> list[str]:
     e = made["evaluation"]
     sets = e["data"] or [""]
-    files = [e["tasks"].format(split="test", data=sets[0], k=k) for k in (2, 8, 16)]
+    measured = {one["split"] for one in made["evaluations"]}
+    split = "dev" if measured == {"dev"} else "test"
+    files = [e["tasks"].format(split=split, data=sets[0], k=k) for k in (2, 8, 16)]
     lines = [
         f"memopd evaluate {shlex.join(files)} \\",
         f"    --model {made['base']['base']} --adapter {made['adapter']} \\",

@@ -52,14 +52,16 @@ def write_run(work: Path, name: Name) -> Path:
     return run
 
 
-def write_evaluation(work: Path, name: Name, seed: int = 0, f1: float = 0.5, dtype: str = "bfloat16", **more) -> Path:
+def write_evaluation(
+    work: Path, name: Name, seed: int = 0, f1: float = 0.5, dtype: str = "bfloat16", split: str = "test", **more
+) -> Path:
     """A made-up evaluation of two tasks, of the weights that the run has now."""
     system = ship.SYSTEMS[name]
     settings = {"grading": "squad", "batch": 4, "dtype": dtype, "samples": 1, "temperature": 1.0, "max_tokens": 8,
                 "max_context": 900}  # fmt: skip
     made = result(system, seed, 2, [(0.0, f1), (1.0, f1 + 1)], settings)
     weights = fingerprint(Path(BASES[name]), str(work / ship.RUNS[name] / "adapter"), dtype)
-    file = work / "evaluations" / "test" / f"{system}-{seed}-nq-q2.json"
+    file = work / "evaluations" / split / f"{system}-{seed}-nq-q2.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(made | {"data": "nq", "weights": weights} | more))
     return file
@@ -158,6 +160,16 @@ def test_memopd_evaluates_it_against_its_base(call_main, shipped, tmp_path):
 
 
 # ---- cards
+
+
+@pytest.mark.parametrize(("splits", "named"), [(["dev"], "dev"), (["dev", "test"], "test")])
+def test_a_card_tells_how_to_repeat_the_numbers_that_it_shows(work, shipped, splits, named):
+    for split in splits:
+        write_evaluation(work, Name.student, split=split)
+    out, _ = shipped("student")
+    text = (out / "student" / "README.md").read_text()
+    assert f"memopd evaluate runs/real/tasks/{named}-nq-q2.parquet" in text
+    assert [f"`{split}`: seed 0" in text for split in ("dev", "test")] == [True, "test" in splits]
 
 
 def test_a_card_without_evaluations_says_so(shipped):
