@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memopd.record import StoreError, import_episodes, read_episodes
 from memopd.record.importers import detect
 from memopd.record.importers.pickles import read_file
-from memopd.types import Call, Episode
+from memopd.types import Call, Episode, Sampling
 
 DUMPS = Path(__file__).parent / "dumps"
 TRACES = DUMPS / "verifiers/traces.jsonl"
@@ -115,7 +115,7 @@ BAD_TRACES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (set_node(2, token_ids="text"), 'traces[0].nodes[2].token_ids: must be a list, got "text"'),
     (lambda trace: trace.pop("id"), "traces[0].id: missing"),
     (lambda trace: trace["calls"][0].update(finish_reason="tired"), "traces[0].calls[0].finish_reason: must be one of"),
-    (lambda trace: trace["calls"][0].update(sampling={"temperature": 0.0}), "Sampling.temperature must be above 0"),
+    (lambda trace: trace["calls"][0].update(sampling={"temperature": -1.0}), "Sampling.temperature must be above 0"),
 ]
 
 
@@ -125,6 +125,11 @@ def test_a_bad_trace_is_named(tmp_path: Path, change: Callable[[dict[str, Any]],
     with pytest.raises(StoreError) as error:
         list(import_episodes(path))
     assert str(error.value).startswith(f"{path}: line 2: {message}")
+
+
+def test_temperature_0_is_the_likeliest_token(tmp_path: Path) -> None:
+    path = changed_trace(tmp_path, lambda trace: trace["calls"][0].update(sampling={"temperature": 0.0, "top_p": 0.9}))
+    assert {e.id: e.sampling for e in import_episodes(path)}["solver"] == Sampling(top_k=1)
 
 
 # ---- verl ---------------------------------------------------------------------------------------------------
@@ -163,6 +168,18 @@ def test_lines_of_verls_agent_loops() -> None:
     calls = [[FIRST, SECOND], [OTHER], [CUT]]
     expected = [Episode(i, i, c, r) for i, c, r in zip(ids, calls, [1.0, 0.0, 0.5], strict=True)]
     assert close(list(import_episodes(DUMPS / "verl/outputs.jsonl")), expected)
+
+
+def test_a_file_of_verl_without_rewards_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [json.loads(line) for line in (DUMPS / "verl/outputs.jsonl").read_text().splitlines()]
+    file = tmp_path / "outputs.jsonl"
+    file.write_text("".join(json.dumps(line | {"reward_score": None}) + "\n" for line in lines))
+    assert [e.reward for e in import_episodes(file)] == [0.0] * 3
+    assert caplog.messages == [f"{file}: has no rewards; every reward is 0"]
+    file.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[1] | {"reward_score": None}) + "\n")
+    caplog.clear()
+    assert len(list(import_episodes(file))) == 2
+    assert caplog.messages == []
 
 
 # ---- SkyRL --------------------------------------------------------------------------------------------------

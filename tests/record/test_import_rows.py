@@ -121,4 +121,4 @@ def test_a_row_that_was_masked_whole_is_left_out(tmp_path: Path, caplog: pytest.
     path = tmp_path / "outputs.jsonl"
     path.write_text(json.dumps(LINE) + "\n" + json.dumps({**LINE, "response_mask": [0, 0, 0]}) + "\n")
     assert [e.id for e in import_episodes(path)] == ["outputs-1"]
-    assert caplog.messages == [f"{path}: left out 1 episodes, whose response_mask is 0 everywhere"]
+    assert caplog.messages[0] == f"{path}: left out 1 episodes, whose response_mask is 0 everywhere"

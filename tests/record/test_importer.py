@@ -219,8 +219,13 @@ def test_an_episode_that_comes_back(tmp_path: Path) -> None:
 
 
 def test_sampling_is_checked(tmp_path: Path) -> None:
-    path = lines(tmp_path / "calls.jsonl", call("a"), call("b", temperature=0), call("b"))
-    assert error_of(path) == "line 2: episode 'b': Sampling.temperature must be above 0 and finite, got 0.0"
+    path = lines(tmp_path / "calls.jsonl", call("a"), call("b", temperature=-1), call("b"))
+    assert error_of(path) == "line 2: episode 'b': Sampling.temperature must be above 0 and finite, got -1.0"
+
+
+def test_sampling_as_servers_say_it(tmp_path: Path) -> None:
+    path = lines(tmp_path / "calls.jsonl", call("a", temperature=0, top_p=0.5), call("b", temperature=0.5, top_k=-1))
+    assert [e.sampling for e in import_episodes(path)] == [Sampling(top_k=1), Sampling(temperature=0.5)]
 
 
 def test_a_line_has_the_columns_of_the_store() -> None:

@@ -99,8 +99,22 @@ def test_what_is_no_index(tmp_path):
 def test_an_index_without_its_files(corpus, tmp_path):
     build_index(corpus, tmp_path / "index")
     (tmp_path / "index" / "meta.json").write_text("{}")
+    (tmp_path / "index" / "digests.json").unlink()  # as in indexes of older versions
     with pytest.raises(ValueError, match="cannot be opened"):
         open_index(tmp_path / "index")
+
+
+def test_a_flipped_bit_in_any_file_of_an_index_is_noticed(corpus, tmp_path):
+    build_index(corpus, tmp_path / "index")
+    files = [file for file in (tmp_path / "index").iterdir() if file.stat().st_size and file.name != "digests.json"]
+    assert {".store", ".idx", ".term", ".fieldnorm"} <= {file.suffix for file in files}
+    for file in files:
+        before = file.read_bytes()
+        file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        with pytest.raises(ValueError, match="damaged"):
+            open_index(tmp_path / "index")
+        file.write_bytes(before)
+    assert open_index(tmp_path / "index").search(["town"], 1)
 
 
 def test_serve(folder):

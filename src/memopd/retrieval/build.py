@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from memopd.files import digest, whole_folder
+from memopd.files import digest, whole_folder, write_digests
 from memopd.retrieval.corpus import read_corpus
 from memopd.retrieval.index import KINDS, IndexInfo, write_info
 from memopd.version import __version__
@@ -55,4 +55,5 @@ def build_index(
         corpus, versions = Path(corpus), {"memopd": __version__, **versions}
         info = IndexInfo(kind, count, passages.skipped, corpus.name, digest(corpus), settings, versions)
         write_info(folder, info)
+        write_digests(folder)
     return info

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from memopd.files import check_digests
 from memopd.retrieval.corpus import Passage
 
 KINDS = ("lexical", "dense", "hybrid")
@@ -62,6 +63,7 @@ def open_index(where: Path | str, model: str | None = None) -> Index:
         return RemoteIndex(str(where))
     folder = Path(where)
     info = read_info(folder)
+    check_digests(folder)  # a flipped bit would give other passages, and seldom an error
     if info.kind == "dense":
         from memopd.retrieval.dense import DenseIndex
 

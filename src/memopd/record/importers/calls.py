@@ -137,7 +137,15 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         row = {name: value for name in line.model_fields_set if (value := getattr(line, name)) is not None}
         if "segments" in row:
             row["segments"] = [segment.model_dump() for segment in row["segments"]]
-        yield f"line {number}", row
+        yield f"line {number}", sampling_fields(row)
+
+
+def sampling_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `Sampling` where servers say it otherwise: temperature 0 is the likeliest token, as the gateway
+    records it, and a top-k of -1 is the whole vocabulary."""
+    if given.get("temperature") == 0:
+        return {name: value for name, value in given.items() if name not in ("temperature", "top_p")} | {"top_k": 1}
+    return given | {"top_k": 0} if given.get("top_k") == -1 else given
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Row]]:

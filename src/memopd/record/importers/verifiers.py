@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memopd import schema
-from memopd.record.importers.calls import Finish, Numbers, Tokens, read_lines
+from memopd.record.importers.calls import Finish, Numbers, Tokens, read_lines, sampling_fields
 from memopd.record.store import StoreError
 from memopd.types import Call, Episode, Sampling, StopReason
 
@@ -170,9 +170,7 @@ def _path(nodes: list[_Node], number: int | None) -> NDArray[Any]:
 
 def _sampling(call: _ModelCall | None) -> Sampling:
     given = call.sampling.model_dump(exclude_none=True) if call and call.sampling else {}
-    if given.get("top_k") == -1:  # vLLM's way to say: the whole vocabulary
-        given["top_k"] = 0
-    return Sampling(**given)
+    return Sampling(**sampling_fields(given))
 
 
 def _usual_sampling(trace: _Trace) -> Sampling:

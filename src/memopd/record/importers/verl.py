@@ -63,10 +63,11 @@ def import_verl(path: Path) -> Iterator[Episode]:
 
 
 def _episodes(path: Path, rows: Iterator[Placed]) -> Iterator[Episode]:
-    skipped = 0
+    skipped, has_rewards = 0, False
     for id, group in groupby(rows, key=lambda placed: placed.episode):
         calls: list[Call] = []
         for placed in group:
+            has_rewards |= placed.row.rewards is not None
             try:
                 made = turns(placed.row, placed.policy_version)
             except ValueError as error:
@@ -79,6 +80,8 @@ def _episodes(path: Path, rows: Iterator[Placed]) -> Iterator[Episode]:
             skipped += 1
     if skipped:
         log.warning("%s: left out %d episodes, whose response_mask is 0 everywhere", path, skipped)
+    if not has_rewards:
+        log.warning("%s: has no rewards; every reward is 0", path)
 
 
 class _Output(BaseModel):
