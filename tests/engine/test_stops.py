@@ -115,6 +115,7 @@ def test_a_token_costs_its_own_bytes():
         (("x",) * 17, "stop: at most 16 stop strings, got 17"),
         (("é" * 257,), "stop: at most 256 characters per stop string, got 257"),
         (("a", ""), "stop: a stop string must not be empty"),
+        ("</search>", r"stop: give a tuple of strings, such as \('</search>',\), not one string"),
     ],
 )
 def test_limits_of_a_request(stop, said):

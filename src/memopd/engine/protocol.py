@@ -39,6 +39,8 @@ class Request:
 
 def stop_problem(stop: Sequence[str]) -> str:
     """What is wrong with these stop strings; empty if nothing is."""
+    if isinstance(stop, str):  # it would be taken as one stop string per character
+        return f"give a tuple of strings, such as ({stop!r},), not one string"
     if len(stop) > MAX_STOPS:
         return f"at most {MAX_STOPS} stop strings, got {len(stop)}"
     if not all(stop):
