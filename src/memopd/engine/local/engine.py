@@ -83,6 +83,8 @@ class LocalEngine:
         self._replays = 0  # since prompts last entered
         self.runs_ahead = self._device.type == "cuda"  # a CPU would compute for the caller and the engine in turn
         self._weights: list[tuple[int, int]] = []  # address and version counter of every parameter
+        self._tuned: list[Any] = []  # the layers with adapters
+        self._active: list[tuple[Any, ...]] = []  # which adapters compute in each of them
 
         self._lock = threading.Condition()  # guards the attributes below
         self._waiting: dict[SampledSequence, None] = {}
@@ -310,10 +312,19 @@ class LocalEngine:
         self._lock.notify_all()
 
     def _check_weights(self) -> None:
-        """Drop cached keys and values if the weights changed without a new `version`: they belong to the old ones."""
+        """Drop cached keys and values if the weights changed without a new `version`: they belong to the old ones.
+
+        Another active adapter is such a change. It changes no weight, and CUDA graphs compute with the old one.
+        """
         weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()]
-        if weights != self._weights:
-            self._weights = weights
+        changed = weights != self._weights
+        if changed:  # perhaps by a new adapter
+            self._weights, self._tuned = weights, _tuned_layers(self.model)
+        active = [(*layer.active_adapters, layer.disable_adapters) for layer in self._tuned]
+        if active != self._active:
+            changed, self._active = True, active
+            self._passes.graphs = None
+        if changed:
             self._slots.invalidate()
             if self._running:  # of a session that was paused
                 raise ValueError("the weights changed while requests were open: change them in `engine.updating(...)`")
@@ -439,3 +450,8 @@ class LocalEngine:
         if sequence.cancelled or self._closed:
             return StopReason.ABORTED
         return sequence.take(token, logprob, self._ends)
+
+
+def _tuned_layers(model: Any) -> list[Any]:
+    """Those that PEFT put adapters into, found without PEFT's classes, which take a second to import."""
+    return [module for module in model.modules() if hasattr(module, "_active_adapter")]
