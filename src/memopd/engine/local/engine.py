@@ -224,7 +224,7 @@ class LocalEngine:
                 self._cancelled.append(sequence)
                 self._lock.notify_all()
                 return
-        sequence.end(StopReason.ABORTED, self._version).deliver()
+        self._deliver([sequence.end(StopReason.ABORTED, self._version)])
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
