@@ -782,6 +782,23 @@ def test_while_one_thread_updates_the_requests_of_others_wait(fakes, connect, ch
     assert engine.generate([third])[0].policy_version == 2
 
 
+def test_an_error_before_the_weights_change_leaves_the_servers_as_they_were(fakes, connect, checkpoint):
+    engine = connect(fakes[0], weights=checkpoint, version=1)
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    with pytest.raises(OSError, match="disk full"), engine.updating():
+        raise OSError("disk full")
+    assert engine.submit(some(1)[0]).completion.result(10).policy_version == 1
+    with pytest.raises(OSError, match="disk full"), engine.updating():  # after the change, only `verify` lets on
+        engine.update(checkpoint, version=2)
+        raise OSError("disk full")
+    with pytest.raises(ValueError, match="version 2 are not verified"):
+        engine.submit(some(1)[0])
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    assert engine.submit(some(1)[0]).completion.result(10).policy_version == 2
+    with engine.updating():
+        engine.close()  # no error at the end of the block
+
+
 def test_a_score_of_the_wrong_length_is_said(fakes, connect):
     engine = connect()
     with pytest.raises(ValueError, match="score: 1 results for 2 pairs"):

@@ -219,10 +219,12 @@ class VllmEngine:
         with the weights they began with; new requests of other threads wait for its end."""
         with self._submitting:
             self._check_open()
-            self._run(self._fleet.pause())
-            yield
-            if self._verified:
-                self._loop.call_soon_threadsafe(self._fleet.resume)
+            try:
+                self._run(self._fleet.pause())
+                yield
+            finally:  # after an error too, if the servers still have weights that were verified
+                if self._verified and not self._closed:
+                    self._loop.call_soon_threadsafe(self._fleet.resume)
 
     def update(self, weights: Weights, version: int) -> None:
         """Give new weights to every server: a checkpoint folder that the servers see under the same path, tensors with
