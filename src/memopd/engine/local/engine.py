@@ -92,12 +92,14 @@ class LocalEngine:
         self._sessions: set[LocalSession] = set()  # that hold the engine between steps
         self._thread: threading.Thread | None = None
         self._paused = False
+        self._updater: threading.Thread | None = None  # that is in `updating`
         self._closed = False
 
     # ---- the public methods, for any thread -----------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the order of the requests."""
+        self._check_can_wait()
         tickets = self._enter([self._read(r) for r in requests])
         try:
             return [t.completion.result() for t in tickets]
@@ -130,15 +132,13 @@ class LocalEngine:
     def updating(self, version: int) -> Iterator[None]:
         """Pauses sampling, so that you can change the weights inside the block.
 
-        Running requests finish first, with the old version; waiting ones continue with the new version.
+        Running requests finish first, with the old version; waiting ones continue with the new version. Inside the
+        block, this thread may submit requests, but what waits for the engine raises a `RuntimeError`.
         """
         with self._lock:
-            if self._thread is threading.current_thread():
-                raise RuntimeError(
-                    "weights cannot be updated from the engine's own thread, which would wait for itself"
-                )
+            self._check_can_wait()
             self._lock.wait_for(lambda: not self._paused)
-            self._paused = True
+            self._paused, self._updater = True, threading.current_thread()
             self._start()  # a session that nobody waits for may have requests that run
             self._lock.wait_for(lambda: self._thread is None)
         try:
@@ -147,7 +147,7 @@ class LocalEngine:
         finally:
             with self._lock:
                 self._slots.invalidate()
-                self._paused = False
+                self._paused, self._updater = False, None
                 self._start()
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -188,6 +188,16 @@ class LocalEngine:
         with self._lock:
             if self._thread is not threading.current_thread():
                 self._lock.wait_for(lambda: self._thread is None)
+
+    def _check_can_wait(self) -> None:
+        """Refuse to wait for the engine in a thread for which the engine waits: neither would ever go on."""
+        me = threading.current_thread()
+        if me is self._thread:
+            raise RuntimeError("the engine's own thread, as in `on_token`, would wait for itself: use another thread")
+        if me is self._updater:
+            raise RuntimeError(
+                "this thread is inside `engine.updating` (or `update`), which holds the engine back: leave it first"
+            )
 
     # ---- entering and leaving -------------------------------------------------------------------------------------
 
