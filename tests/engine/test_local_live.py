@@ -197,6 +197,18 @@ def test_an_update_that_fails_leaves_the_version(model):
     assert one.generate([Request(PROMPT, 0, Sampling(max_tokens=2))])[0].policy_version == 0
 
 
+def test_a_release_beside_an_update_keeps_its_version(model):
+    one = engine(model)
+    one.version = 1
+    releasing = threading.Thread(target=one.release, daemon=True)
+    with one.updating(2):
+        releasing.start()
+        releasing.join(0.3)  # so that it waits for the update
+    releasing.join(30)
+    assert not releasing.is_alive()
+    assert one.generate([long(tokens=2)])[0].policy_version == one.version == 2
+
+
 def within(seconds, work):
     """What `work` returns or raises, in a thread of its own, so that the test fails where it would wait for ever."""
     done = Future()

@@ -129,8 +129,8 @@ class LocalEngine:
             pass
 
     @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Pauses sampling, so that you can change the weights inside the block.
+    def updating(self, version: int | None) -> Iterator[None]:
+        """Pauses sampling, so that you can change the weights inside the block. With None, the version stays.
 
         Running requests finish first, with the old version; waiting ones continue with the new version. Inside the
         block, this thread may submit requests, but what waits for the engine raises a `RuntimeError`.
@@ -143,7 +143,8 @@ class LocalEngine:
             self._lock.wait_for(lambda: self._thread is None)
         try:
             yield
-            self._version = version
+            if version is not None:
+                self._version = version
         finally:
             with self._lock:
                 self._slots.invalidate()
@@ -171,7 +172,7 @@ class LocalEngine:
     def release(self) -> None:
         """Give the memory of the cache and of the CUDA graphs back, once no request runs. The next request takes it
         again, and gets the same completion."""
-        with self.updating(self._version):
+        with self.updating(None):  # the version may become another one while this waits
             self._passes.release()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # so that others can cut it into pieces of any size
