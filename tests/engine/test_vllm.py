@@ -4,6 +4,7 @@ Everything else is tested against real servers in tests/vllm.
 """
 
 import json
+import re
 import shutil
 import socket
 import threading
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from memopd.engine import Request
-from memopd.engine.vllm import servers
+from memopd.engine.vllm import probe, servers
 from memopd.engine.vllm.engine import StaleWeights, VllmEngine
 from memopd.engine.vllm.start import Interpreter, command, find_vllm
 from memopd.engine.vllm.weights import version_of, write
@@ -532,6 +533,53 @@ def test_another_tokenizer(fakes):
 def test_bad_addresses(urls):
     with pytest.raises(ValueError, match=r"server|twice"):
         VllmEngine(urls, Letters())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:80O1",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:0",
+        "http://:8001",
+        "http://[::1",
+        "http://xn--a",
+    ],
+)
+def test_a_mistyped_address_is_named_in_one_line(url):
+    said = f"{url!r} is not the address of a server; one looks like http://127.0.0.1:8001"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        VllmEngine([url], Letters())
+
+
+def test_a_server_that_hangs_in_the_first_check_is_not_waited_for_as_long_as_for_a_request(fakes, connect, monkeypatch):
+    monkeypatch.setattr(probe, "_SECONDS", 2)
+    generate, over = fakes[0].handler.generate, threading.Event()
+
+    def late(self, body):
+        over.wait(20)
+        return generate(self, body)
+
+    monkeypatch.setattr(fakes[0].handler, "generate", late)
+    with pytest.raises(ConnectionError, match=f"{fakes[0].url}: no policy server answers .*/generate: ReadTimeout"):
+        connect(fakes[0], timeout=60.0)
+    over.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [502, 200])
+def test_a_page_that_is_not_utf_8_is_a_failure_like_another(fakes, connect, monkeypatch, status, stream):
+    """As a proxy in front of the server sends it."""
+    engine, page = connect(fakes[0]), "<html>Passerelle incorrecte : r\u00e9essayez</html>".encode("latin-1")
+    generate, left = fakes[0].handler.generate, [page]
+
+    def answer(self, body):
+        return self.say(status, text=left.pop()) if left else generate(self, body)
+
+    monkeypatch.setattr(fakes[0].handler, "generate", answer)
+    made = engine.submit(some(1)[0]).completion.result(20) if stream else engine.generate(some(1))[0]
+    check(some(1), [made])
+    assert not left
 
 
 def test_servers_that_cannot_be_updated_say_so(fakes, connect, tmp_path):
