@@ -108,6 +108,7 @@ def test_mistakes_name_the_episode_and_harm_nobody(model):
             "episode 'e7': a prompt of 64 tokens leaves no room in max_length=64",
         ),
         (Request([VOCABULARY], 0, episode="e7"), "episode 'e7': token id 131 is outside"),
+        (Request([5, -3, 7], 0, episode="e7"), "episode 'e7': token id -3 is outside"),
         (Request([], 0, episode="e7"), "episode 'e7': a prompt must be one flat list"),
         (Request([0.5], 0), "a prompt must be one flat list"),
         (Request(PROMPT, 0, stop=("x",), episode="e7"), "episode 'e7': stop strings need a tokenizer"),

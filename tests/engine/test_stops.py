@@ -122,6 +122,8 @@ def test_limits_of_a_request(stop, said):
     with pytest.raises(ValueError, match=said):
         Request([1], seed=0, stop=stop)
     Request([1], seed=0, stop=("é" * 256,) * 16)
+    with pytest.raises(ValueError, match="episode 'e': top_logprobs must be 0 or more, got -1"):
+        Request([1], seed=0, episode="e", top_logprobs=-1)
 
 
 @given(

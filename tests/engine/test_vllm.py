@@ -263,6 +263,14 @@ def check(requests, completions):
     assert all(c.stop is StopReason.LENGTH and (c.logprobs == LOGPROB).all() for c in completions)
 
 
+def test_numbers_may_be_numpys(fakes, connect):
+    fakes[0].before = lambda body: sent.append(body["sampling_params"])
+    sent = []
+    request = Request(np.array([10]), np.int64(7), Sampling(max_tokens=np.int64(4)))
+    check(some(1), connect(fakes[0]).generate([request]))
+    assert [(p["seed"], p["max_tokens"]) for p in sent] == [(7, 4)]
+
+
 def once(error):
     """A misfortune that happens to one request only."""
     left = [error]

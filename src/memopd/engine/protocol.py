@@ -32,9 +32,11 @@ class Request:
     top_logprobs: int = 0  # how many of the likeliest tokens to report at each position
 
     def __post_init__(self) -> None:
+        name = f"episode {self.episode!r}: " if self.episode else ""
         if problem := stop_problem(self.stop):
-            name = f"episode {self.episode!r}: " if self.episode else ""
             raise ValueError(f"{name}stop: {problem}")
+        if self.top_logprobs < 0:
+            raise ValueError(f"{name}top_logprobs must be 0 or more, got {self.top_logprobs}")
 
 
 def stop_problem(stop: Sequence[str]) -> str:
