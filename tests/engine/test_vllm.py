@@ -16,13 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from memopd.engine import Request
 from memopd.engine.vllm import probe, servers
 from memopd.engine.vllm.engine import StaleWeights, VllmEngine
 from memopd.engine.vllm.start import Interpreter, command, find_vllm
 from memopd.engine.vllm.weights import version_of, write
+from memopd.models.adapters import add_adapter, new_config, save_adapter
 from memopd.types import Sampling, StopReason
+from memopd.verify.families import tiny_model
 
 LOGPROB = -0.5
 
@@ -723,14 +726,44 @@ def test_a_server_that_lost_its_adapter_gets_it_before_requests(fakes, connect, 
     assert fakes[0].sampled_with == [f"0@adapter:{adapter}"] * 3
 
 
-def test_adapters_in_the_engines_folder_go_when_the_next_is_loaded(fakes, connect, adapter, tmp_path):
-    engine = connect(fakes[0], folder=tmp_path / "served")
-    for version in range(3):
-        shutil.copytree(adapter, tmp_path / "served" / f"adapter-{version}")
-        engine.update(tmp_path / "served" / f"adapter-{version}", version)
-        assert [f.name for f in (tmp_path / "served").iterdir()] == [f"adapter-{version}"]
-    engine.update(adapter, version=3)  # of the user
+def names(folder):
+    return sorted(f.name for f in folder.iterdir())
+
+
+def test_what_was_served_from_the_engines_folder_goes_after_the_next_update(fakes, connect, adapter, tmp_path):
+    """As in training, also after a resume: the second engine finds what the first one left."""
+    base, served = tmp_path / "base", tmp_path / "served"
+    model = tiny_model("qwen2")
+    model.save_pretrained(base)
+    add_adapter(model, new_config(2, 4, ("q_proj",)), "student", trainable=True)
+    for engine in (connect(fakes[0], folder=served), connect(fakes[0], folder=served)):
+        engine.update({"w": torch.ones(2)}, 7)
+        assert names(served) == ["weights-7"]
+        for version in (8, 9):
+            save_adapter(served / f"adapter-{version}", model, "student", str(base), None)  # as training does
+            engine.update(served / f"adapter-{version}", version)
+            assert names(served) == [f"adapter-{version}"]
+    engine.update(adapter, version=10)  # of the user
     assert adapter.exists()
+    assert names(served) == ["adapter-9"]
+
+
+def test_folders_of_the_user_in_the_engines_folder_stay(fakes, connect, adapter, tmp_path):
+    """Whatever they are called: only what MemOPD wrote for servers is removed."""
+    home = tmp_path / "home"
+    for name in ("adapter-1", "adapter-2", "weights-best"):
+        shutil.copytree(adapter, home / name)
+    (home / "adapter-2" / "memopd.json").write_text('{"tokenizer_digest": "1a"}')  # a trained one, to keep
+    (home / "weights-0").mkdir()
+    save_file({"w": torch.ones(2)}, home / "weights-0" / "model.safetensors", metadata={"format": "pt"})
+    (home / "weights-none").mkdir()
+    before = names(home)
+    engine = connect(fakes[0], folder=home)
+    engine.update(home / "adapter-2", 2)
+    assert names(home) == before
+    engine.update({"w": torch.ones(2)}, 3)
+    engine.update({"w": torch.ones(2)}, 4)
+    assert names(home) == sorted([*before, "weights-4"])
 
 
 def test_whoever_gives_no_weights_samples_with_the_adapter_that_is_there(fakes, connect, adapter, caplog):
@@ -844,7 +877,7 @@ def test_an_error_before_the_weights_change_leaves_the_servers_as_they_were(fake
     with pytest.raises(OSError, match="disk full"), engine.updating():
         raise OSError("disk full")
     assert engine.submit(some(1)[0]).completion.result(10).policy_version == 1
-    with pytest.raises(OSError, match="disk full"), engine.updating():  # after the change, only `verify` lets on
+    with pytest.raises(OSError, match="disk full"), engine.updating():  # noqa: PT012 (only `verify` ends this one)
         engine.update(checkpoint, version=2)
         raise OSError("disk full")
     with pytest.raises(ValueError, match="version 2 are not verified"):
