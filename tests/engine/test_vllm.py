@@ -563,8 +563,9 @@ def test_a_mistyped_address_is_named_in_one_line(url):
         VllmEngine([url], Letters())
 
 
-def test_a_server_that_hangs_in_the_first_check_is_not_waited_for_as_long_as_for_a_request(fakes, connect, monkeypatch):
-    monkeypatch.setattr(probe, "_SECONDS", 2)
+@pytest.mark.parametrize(("seconds", "timeout"), [(2, 60.0), (60, 2.0)])
+def test_a_server_that_hangs_in_the_first_check_is_soon_given_up(fakes, connect, monkeypatch, seconds, timeout):
+    monkeypatch.setattr(probe, "_SECONDS", seconds)
     generate, over = fakes[0].handler.generate, threading.Event()
 
     def late(self, body):
@@ -573,7 +574,7 @@ def test_a_server_that_hangs_in_the_first_check_is_not_waited_for_as_long_as_for
 
     monkeypatch.setattr(fakes[0].handler, "generate", late)
     with pytest.raises(ConnectionError, match=f"{fakes[0].url}: no policy server answers .*/generate: ReadTimeout"):
-        connect(fakes[0], timeout=60.0)
+        connect(fakes[0], timeout=timeout)
     over.set()
 
 

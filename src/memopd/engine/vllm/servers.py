@@ -66,7 +66,7 @@ class Fleet:
         self, urls: Sequence[str], timeout: float, patience: float, admit: Callable[[Server], Awaitable[None]]
     ) -> None:
         self.servers = [Server(url) for url in _clean(urls)]
-        self.patience = patience
+        self.timeout, self.patience = timeout, patience
         self.failure: Exception | None = None
         self._admit = admit
         self._running = True
