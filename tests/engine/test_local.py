@@ -12,6 +12,7 @@ from memopd.engine.local import engine as local_module
 from memopd.engine.local import passes as passes_module
 from memopd.engine.local.cache import Cache, Match, Slots
 from memopd.engine.local.sampler import Uniforms
+from memopd.models.adapters import activate, adapter_weights, add_adapter, new_config, tuner_layers
 from memopd.score import head_of
 from memopd.types import Call, Sampling, StopReason
 from memopd.verify.equivalence import alone_states, at_precision, sampled_tokens
@@ -296,6 +297,53 @@ def test_weights_trained_in_place_are_noticed():
     calls = [Request(c.prompt, 0, Sampling(max_tokens=20)) for c in calls]
     recorded, _, tolerance = gaps(model, calls_of(calls, one.generate(calls)))  # nobody said that they changed
     assert recorded <= tolerance
+
+
+def test_another_active_adapter_is_noticed():
+    """It changes neither the address nor the version counter of any weight."""
+    model, some = tiny_model("qwen2"), [Request(c.prompt, 0, Sampling(max_tokens=20)) for c in mem1_calls(0, q=40)]
+    one = engine(model)
+
+    def check():
+        made, fresh = one.generate(some), engine(model).generate(some)
+        assert [c.tokens.tolist() for c in made] == [c.tokens.tolist() for c in fresh]
+        assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(made, fresh, strict=True))
+        return made[0].tokens.tolist()
+
+    bare = check()
+    for name in ("a", "b"):  # to an engine that is there already
+        add_adapter(model, new_config(4, 8, ("all-linear",)), name, trainable=False)
+        with torch.no_grad():
+            for key, weight in adapter_weights(model, name).items():
+                if ".lora_B." in key:
+                    weight.normal_(0, 0.3)
+    seen = [bare]
+    for name in ("a", "b"):
+        activate(model, name)
+        seen.append(check())
+    assert seen[0] != seen[1] != seen[2]
+    for layer in tuner_layers(model):
+        layer.enable_adapters(False)
+    assert check() == bare
+    for layer in tuner_layers(model):
+        layer.enable_adapters(True)
+    activate(model, "b")
+    assert check() == seen[2]
+    activate(model, None)
+    assert check() == bare
+
+
+def test_with_another_adapter_the_layers_are_not_searched_again(monkeypatch):
+    """Nothing is searched unless weights changed: finding the layers takes as long as a pass of a small model."""
+    model, found = tiny_model("qwen2"), []
+    search = local_module._tuned_layers
+    monkeypatch.setattr(local_module, "_tuned_layers", lambda m: found.append(search(m)) or found[-1])
+    add_adapter(model, new_config(4, 8, ("q_proj",)), "a", trainable=False)
+    one = engine(model)
+    for name in ("a", None, "a", "a"):
+        activate(model, name)
+        one.generate(requests(2))
+    assert [len(layers) for layers in found] == [len(tuner_layers(model))]
 
 
 def test_stale_keys_would_be_found(monkeypatch):

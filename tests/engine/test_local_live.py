@@ -2,7 +2,7 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -108,6 +108,7 @@ def test_mistakes_name_the_episode_and_harm_nobody(model):
             "episode 'e7': a prompt of 64 tokens leaves no room in max_length=64",
         ),
         (Request([VOCABULARY], 0, episode="e7"), "episode 'e7': token id 131 is outside"),
+        (Request([5, -3, 7], 0, episode="e7"), "episode 'e7': token id -3 is outside"),
         (Request([], 0, episode="e7"), "episode 'e7': a prompt must be one flat list"),
         (Request([0.5], 0), "a prompt must be one flat list"),
         (Request(PROMPT, 0, stop=("x",), episode="e7"), "episode 'e7': stop strings need a tokenizer"),
@@ -197,14 +198,77 @@ def test_an_update_that_fails_leaves_the_version(model):
     assert one.generate([Request(PROMPT, 0, Sampling(max_tokens=2))])[0].policy_version == 0
 
 
-def test_the_engine_cannot_wait_for_itself(model):
+def test_a_release_beside_an_update_keeps_its_version(model):
+    one = engine(model)
+    one.version = 1
+    releasing = threading.Thread(target=one.release, daemon=True)
+    with one.updating(2):
+        releasing.start()
+        releasing.join(0.3)  # so that it waits for the update
+    releasing.join(30)
+    assert not releasing.is_alive()
+    assert one.generate([long(tokens=2)])[0].policy_version == one.version == 2
+
+
+def within(seconds, work):
+    """What `work` returns or raises, in a thread of its own, so that the test fails where it would wait for ever."""
+    done = Future()
+
+    def run():
+        try:
+            done.set_result(work())
+        except BaseException as why:
+            done.set_exception(why)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(seconds)
+
+
+def set_version(one):
+    one.version = 1
+
+
+def wait_in_session(one):
+    session = one.session()
+    session.submit([long(tokens=2)])
+    try:
+        session.wait()
+    finally:
+        session.close()
+
+
+WAITS = {
+    "updating": lambda one: one.updating(1).__enter__(),
+    "update": lambda one: one.update(one.model.state_dict(), 1),
+    "version": set_version,
+    "release": lambda one: one.release(),
+    "generate": lambda one: one.generate([long(tokens=2)]),
+    "session": wait_in_session,
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_the_engine_cannot_wait_for_itself(model, name):
+    one = engine(model)
+    with pytest.raises(RuntimeError, match="own thread"):
+        within(30, lambda: one.submit(long(tokens=20), lambda _: WAITS[name](one)).completion.result(20))
+    assert len(one.generate([long(tokens=2)])[0].tokens) == 2
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_an_update_cannot_wait_for_itself(model, name):
     one = engine(model)
 
-    def listen(token):
-        one.version = 1
+    def nested():
+        with one.updating(3):
+            WAITS[name](one)
 
-    with pytest.raises(RuntimeError, match="own thread"):
-        one.submit(long(), listen).completion.result(timeout=60)
+    with pytest.raises(RuntimeError, match=r"inside `engine\.updating`"):
+        within(20, nested)
+    assert one.version == 0
+    with one.updating(2):  # a request does not wait
+        ticket = one.submit(long(tokens=2))
+    assert within(30, lambda: ticket.completion.result(20)).policy_version == 2
 
 
 # ---- stop strings -------------------------------------------------------------------------------------------------

@@ -98,6 +98,32 @@ def test_closing_when_the_step_ahead_has_nothing_to_run(model):
     assert len(engine.generate([request()])[0].tokens) == 4
 
 
+def waited(session):
+    """What `wait` returns, in a thread of its own, so that a test fails where it would never return."""
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(session.wait()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert ended, "wait does not return"
+    return [(r.seed, c.stop) for r, c in ended[0]]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_session_gets_its_requests_back_from_an_engine_that_was_closed(model, paused):
+    engine = LocalEngine(model, None, slots=1, max_length=64)
+    session = open_session(engine)
+    session.submit([request(0, tokens=2), request(1, tokens=40), request(2, tokens=40)])
+    expected = [0, 1, 2]
+    if paused:
+        assert waited(session) == [(0, StopReason.LENGTH)]
+        session.pause()
+        expected = [1, 2]
+    engine.close()
+    assert waited(session) == [(seed, StopReason.ABORTED) for seed in expected]
+    assert session.wait() == []
+    session.close()
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_session_holds_up_nobody_else(model, ahead):
     """Its caller does not wait; others are served meanwhile, and its own requests go on beside theirs."""
@@ -269,6 +295,20 @@ def test_servers_completions_come_as_they_end():
         with pytest.raises(ConnectionError, match="gone"):
             session.wait()
     assert server.cancelled == [4]
+
+
+def test_after_an_error_of_a_server_the_session_goes_on():
+    """What ended beside the request that failed is no longer open, so nobody waits for it again."""
+    server = Server()
+    session = Tickets(server.submit)
+    session.submit([request(i) for i in range(3)])
+    server.futures[0].set_exception(ValueError("refused"))
+    server.answer(1)
+    with pytest.raises(ValueError, match="refused"):
+        session.wait()
+    server.answer(2)
+    assert waited(session) == [(2, StopReason.STOP)]
+    assert waited(session) == []
 
 
 # ---- an engine with nothing but `generate`

@@ -115,12 +115,15 @@ def test_a_token_costs_its_own_bytes():
         (("x",) * 17, "stop: at most 16 stop strings, got 17"),
         (("é" * 257,), "stop: at most 256 characters per stop string, got 257"),
         (("a", ""), "stop: a stop string must not be empty"),
+        ("</search>", r"stop: give a tuple of strings, such as \('</search>',\), not one string"),
     ],
 )
 def test_limits_of_a_request(stop, said):
     with pytest.raises(ValueError, match=said):
         Request([1], seed=0, stop=stop)
     Request([1], seed=0, stop=("é" * 256,) * 16)
+    with pytest.raises(ValueError, match="episode 'e': top_logprobs must be 0 or more, got -1"):
+        Request([1], seed=0, episode="e", top_logprobs=-1)
 
 
 @given(

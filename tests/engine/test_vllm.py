@@ -4,6 +4,7 @@ Everything else is tested against real servers in tests/vllm.
 """
 
 import json
+import re
 import shutil
 import socket
 import threading
@@ -15,13 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from memopd.engine import Request
-from memopd.engine.vllm import servers
+from memopd.engine.vllm import probe, servers
 from memopd.engine.vllm.engine import StaleWeights, VllmEngine
 from memopd.engine.vllm.start import Interpreter, command, find_vllm
 from memopd.engine.vllm.weights import version_of, write
+from memopd.models.adapters import add_adapter, new_config, save_adapter
 from memopd.types import Sampling, StopReason
+from memopd.verify.families import tiny_model
 
 LOGPROB = -0.5
 
@@ -260,6 +264,14 @@ def some(count):
 def check(requests, completions):
     assert [c.tokens.tolist() for c in completions] == [[10 + i + k for k in range(4)] for i in range(len(requests))]
     assert all(c.stop is StopReason.LENGTH and (c.logprobs == LOGPROB).all() for c in completions)
+
+
+def test_numbers_may_be_numpys(fakes, connect):
+    fakes[0].before = lambda body: sent.append(body["sampling_params"])
+    sent = []
+    request = Request(np.array([10]), np.int64(7), Sampling(max_tokens=np.int64(4)))
+    check(some(1), connect(fakes[0]).generate([request]))
+    assert [(p["seed"], p["max_tokens"]) for p in sent] == [(7, 4)]
 
 
 def once(error):
@@ -534,6 +546,54 @@ def test_bad_addresses(urls):
         VllmEngine(urls, Letters())
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:80O1",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:0",
+        "http://:8001",
+        "http://[::1",
+        "http://xn--a",
+    ],
+)
+def test_a_mistyped_address_is_named_in_one_line(url):
+    said = f"{url!r} is not the address of a server; one looks like http://127.0.0.1:8001"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        VllmEngine([url], Letters())
+
+
+@pytest.mark.parametrize(("seconds", "timeout"), [(2, 60.0), (60, 2.0)])
+def test_a_server_that_hangs_in_the_first_check_is_soon_given_up(fakes, connect, monkeypatch, seconds, timeout):
+    monkeypatch.setattr(probe, "_SECONDS", seconds)
+    generate, over = fakes[0].handler.generate, threading.Event()
+
+    def late(self, body):
+        over.wait(20)
+        return generate(self, body)
+
+    monkeypatch.setattr(fakes[0].handler, "generate", late)
+    with pytest.raises(ConnectionError, match=f"{fakes[0].url}: no policy server answers .*/generate: ReadTimeout"):
+        connect(fakes[0], timeout=timeout)
+    over.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [502, 200])
+def test_a_page_that_is_not_utf_8_is_a_failure_like_another(fakes, connect, monkeypatch, status, stream):
+    """As a proxy in front of the server sends it."""
+    engine, page = connect(fakes[0]), "<html>Passerelle incorrecte : r\u00e9essayez</html>".encode("latin-1")
+    generate, left = fakes[0].handler.generate, [page]
+
+    def answer(self, body):
+        return self.say(status, text=left.pop()) if left else generate(self, body)
+
+    monkeypatch.setattr(fakes[0].handler, "generate", answer)
+    made = engine.submit(some(1)[0]).completion.result(20) if stream else engine.generate(some(1))[0]
+    check(some(1), [made])
+    assert not left
+
+
 def test_servers_that_cannot_be_updated_say_so(fakes, connect, tmp_path):
     fakes[0].lacks |= {"/weight_info", "/collective_rpc"}
     engine = connect(fakes[0])
@@ -667,14 +727,44 @@ def test_a_server_that_lost_its_adapter_gets_it_before_requests(fakes, connect, 
     assert fakes[0].sampled_with == [f"0@adapter:{adapter}"] * 3
 
 
-def test_adapters_in_the_engines_folder_go_when_the_next_is_loaded(fakes, connect, adapter, tmp_path):
-    engine = connect(fakes[0], folder=tmp_path / "served")
-    for version in range(3):
-        shutil.copytree(adapter, tmp_path / "served" / f"adapter-{version}")
-        engine.update(tmp_path / "served" / f"adapter-{version}", version)
-        assert [f.name for f in (tmp_path / "served").iterdir()] == [f"adapter-{version}"]
-    engine.update(adapter, version=3)  # of the user
+def names(folder):
+    return sorted(f.name for f in folder.iterdir())
+
+
+def test_what_was_served_from_the_engines_folder_goes_after_the_next_update(fakes, connect, adapter, tmp_path):
+    """As in training, also after a resume: the second engine finds what the first one left."""
+    base, served = tmp_path / "base", tmp_path / "served"
+    model = tiny_model("qwen2")
+    model.save_pretrained(base)
+    add_adapter(model, new_config(2, 4, ("q_proj",)), "student", trainable=True)
+    for engine in (connect(fakes[0], folder=served), connect(fakes[0], folder=served)):
+        engine.update({"w": torch.ones(2)}, 7)
+        assert names(served) == ["weights-7"]
+        for version in (8, 9):
+            save_adapter(served / f"adapter-{version}", model, "student", str(base), None)  # as training does
+            engine.update(served / f"adapter-{version}", version)
+            assert names(served) == [f"adapter-{version}"]
+    engine.update(adapter, version=10)  # of the user
     assert adapter.exists()
+    assert names(served) == ["adapter-9"]
+
+
+def test_folders_of_the_user_in_the_engines_folder_stay(fakes, connect, adapter, tmp_path):
+    """Whatever they are called: only what MemOPD wrote for servers is removed."""
+    home = tmp_path / "home"
+    for name in ("adapter-1", "adapter-2", "weights-best"):
+        shutil.copytree(adapter, home / name)
+    (home / "adapter-2" / "memopd.json").write_text('{"tokenizer_digest": "1a"}')  # a trained one, to keep
+    (home / "weights-0").mkdir()
+    save_file({"w": torch.ones(2)}, home / "weights-0" / "model.safetensors", metadata={"format": "pt"})
+    (home / "weights-none").mkdir()
+    before = names(home)
+    engine = connect(fakes[0], folder=home)
+    engine.update(home / "adapter-2", 2)
+    assert names(home) == before
+    engine.update({"w": torch.ones(2)}, 3)
+    engine.update({"w": torch.ones(2)}, 4)
+    assert names(home) == sorted([*before, "weights-4"])
 
 
 def test_whoever_gives_no_weights_samples_with_the_adapter_that_is_there(fakes, connect, adapter, caplog):
@@ -780,6 +870,23 @@ def test_while_one_thread_updates_the_requests_of_others_wait(fakes, connect, ch
     with engine.updating():
         pass  # a block without an update changes nothing
     assert engine.generate([third])[0].policy_version == 2
+
+
+def test_an_error_before_the_weights_change_leaves_the_servers_as_they_were(fakes, connect, checkpoint):
+    engine = connect(fakes[0], weights=checkpoint, version=1)
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    with pytest.raises(OSError, match="disk full"), engine.updating():
+        raise OSError("disk full")
+    assert engine.submit(some(1)[0]).completion.result(10).policy_version == 1
+    with pytest.raises(OSError, match="disk full"), engine.updating():  # noqa: PT012 (only `verify` ends this one)
+        engine.update(checkpoint, version=2)
+        raise OSError("disk full")
+    with pytest.raises(ValueError, match="version 2 are not verified"):
+        engine.submit(some(1)[0])
+    engine.verify(agree, [[1, 2]], tolerance=1e-6)
+    assert engine.submit(some(1)[0]).completion.result(10).policy_version == 2
+    with engine.updating():
+        engine.close()  # no error at the end of the block
 
 
 def test_a_score_of_the_wrong_length_is_said(fakes, connect):

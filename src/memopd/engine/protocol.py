@@ -32,13 +32,17 @@ class Request:
     top_logprobs: int = 0  # how many of the likeliest tokens to report at each position
 
     def __post_init__(self) -> None:
+        name = f"episode {self.episode!r}: " if self.episode else ""
         if problem := stop_problem(self.stop):
-            name = f"episode {self.episode!r}: " if self.episode else ""
             raise ValueError(f"{name}stop: {problem}")
+        if self.top_logprobs < 0:
+            raise ValueError(f"{name}top_logprobs must be 0 or more, got {self.top_logprobs}")
 
 
 def stop_problem(stop: Sequence[str]) -> str:
     """What is wrong with these stop strings; empty if nothing is."""
+    if isinstance(stop, str):  # it would be taken as one stop string per character
+        return f"give a tuple of strings, such as ({stop!r},), not one string"
     if len(stop) > MAX_STOPS:
         return f"at most {MAX_STOPS} stop strings, got {len(stop)}"
     if not all(stop):

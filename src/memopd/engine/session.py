@@ -89,7 +89,8 @@ class Tickets(Session):
             while True:  # those that ended while the caller was busy
                 ended.append(self._ended.get_nowait())
         except Empty:
-            return [(request, self._open.pop(request).completion.result()) for request in ended]
+            done = [(request, self._open.pop(request)) for request in ended]  # all, before one of them raises its error
+        return [(request, ticket.completion.result()) for request, ticket in done]
 
     def close(self) -> None:
         for ticket in self._open.values():

@@ -83,6 +83,8 @@ class LocalEngine:
         self._replays = 0  # since prompts last entered
         self.runs_ahead = self._device.type == "cuda"  # a CPU would compute for the caller and the engine in turn
         self._weights: list[tuple[int, int]] = []  # address and version counter of every parameter
+        self._tuned: list[Any] = []  # the layers with adapters
+        self._active: list[tuple[Any, ...]] = []  # which adapters compute in each of them
 
         self._lock = threading.Condition()  # guards the attributes below
         self._waiting: dict[SampledSequence, None] = {}
@@ -90,12 +92,14 @@ class LocalEngine:
         self._sessions: set[LocalSession] = set()  # that hold the engine between steps
         self._thread: threading.Thread | None = None
         self._paused = False
+        self._updater: threading.Thread | None = None  # that is in `updating`
         self._closed = False
 
     # ---- the public methods, for any thread -----------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the order of the requests."""
+        self._check_can_wait()
         tickets = self._enter([self._read(r) for r in requests])
         try:
             return [t.completion.result() for t in tickets]
@@ -125,27 +129,26 @@ class LocalEngine:
             pass
 
     @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Pauses sampling, so that you can change the weights inside the block.
+    def updating(self, version: int | None) -> Iterator[None]:
+        """Pauses sampling, so that you can change the weights inside the block. With None, the version stays.
 
-        Running requests finish first, with the old version; waiting ones continue with the new version.
+        Running requests finish first, with the old version; waiting ones continue with the new version. Inside the
+        block, this thread may submit requests, but what waits for the engine raises a `RuntimeError`.
         """
         with self._lock:
-            if self._thread is threading.current_thread():
-                raise RuntimeError(
-                    "weights cannot be updated from the engine's own thread, which would wait for itself"
-                )
+            self._check_can_wait()
             self._lock.wait_for(lambda: not self._paused)
-            self._paused = True
+            self._paused, self._updater = True, threading.current_thread()
             self._start()  # a session that nobody waits for may have requests that run
             self._lock.wait_for(lambda: self._thread is None)
         try:
             yield
-            self._version = version
+            if version is not None:
+                self._version = version
         finally:
             with self._lock:
                 self._slots.invalidate()
-                self._paused = False
+                self._paused, self._updater = False, None
                 self._start()
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -169,7 +172,7 @@ class LocalEngine:
     def release(self) -> None:
         """Give the memory of the cache and of the CUDA graphs back, once no request runs. The next request takes it
         again, and gets the same completion."""
-        with self.updating(self._version):
+        with self.updating(None):  # the version may become another one while this waits
             self._passes.release()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # so that others can cut it into pieces of any size
@@ -186,6 +189,16 @@ class LocalEngine:
         with self._lock:
             if self._thread is not threading.current_thread():
                 self._lock.wait_for(lambda: self._thread is None)
+
+    def _check_can_wait(self) -> None:
+        """Refuse to wait for the engine in a thread for which the engine waits: neither would ever go on."""
+        me = threading.current_thread()
+        if me is self._thread:
+            raise RuntimeError("the engine's own thread, as in `on_token`, would wait for itself: use another thread")
+        if me is self._updater:
+            raise RuntimeError(
+                "this thread is inside `engine.updating` (or `update`), which holds the engine back: leave it first"
+            )
 
     # ---- entering and leaving -------------------------------------------------------------------------------------
 
@@ -222,7 +235,7 @@ class LocalEngine:
                 self._cancelled.append(sequence)
                 self._lock.notify_all()
                 return
-        sequence.end(StopReason.ABORTED, self._version).deliver()
+        self._deliver([sequence.end(StopReason.ABORTED, self._version)])
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
@@ -310,10 +323,19 @@ class LocalEngine:
         self._lock.notify_all()
 
     def _check_weights(self) -> None:
-        """Drop cached keys and values if the weights changed without a new `version`: they belong to the old ones."""
+        """Drop cached keys and values if the weights changed without a new `version`: they belong to the old ones.
+
+        Another active adapter is such a change. It changes no weight, and CUDA graphs compute with the old one.
+        """
         weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()]
-        if weights != self._weights:
-            self._weights = weights
+        changed = weights != self._weights
+        if changed:  # perhaps by a new adapter
+            self._weights, self._tuned = weights, _tuned_layers(self.model)
+        active = [(*layer.active_adapters, layer.disable_adapters) for layer in self._tuned]
+        if active != self._active:
+            changed, self._active = True, active
+            self._passes.graphs = None
+        if changed:
             self._slots.invalidate()
             if self._running:  # of a session that was paused
                 raise ValueError("the weights changed while requests were open: change them in `engine.updating(...)`")
@@ -439,3 +461,8 @@ class LocalEngine:
         if sequence.cancelled or self._closed:
             return StopReason.ABORTED
         return sequence.take(token, logprob, self._ends)
+
+
+def _tuned_layers(model: Any) -> list[Any]:
+    """Those that PEFT put adapters into, found without PEFT's classes, which take a second to import."""
+    return [module for module in model.modules() if hasattr(module, "_active_adapter")]

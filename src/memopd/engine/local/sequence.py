@@ -138,7 +138,8 @@ def read_request(
     if prompt.ndim != 1 or not len(prompt) or prompt.dtype.kind not in "iu":
         raise ValueError(f"{name}a prompt must be one flat list of token ids, not empty")
     if prompt.min() < 0 or prompt.max() >= vocabulary:
-        raise ValueError(f"{name}token id {prompt.max()} is outside this model's vocabulary of {vocabulary}")
+        wrong = prompt.min() if prompt.min() < 0 else prompt.max()
+        raise ValueError(f"{name}token id {wrong} is outside this model's vocabulary of {vocabulary}")
     room = max_length - len(prompt)
     if room < 1:
         raise ValueError(

@@ -44,6 +44,8 @@ class LocalSession(Session):
         if not self._open:
             return []
         engine = self._engine
+        if not self.ended:
+            engine._check_can_wait()
         with engine._lock:
             engine._lock.wait_for(lambda: not self.ahead)
             self.waits = not self.ended

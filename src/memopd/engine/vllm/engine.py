@@ -44,6 +44,7 @@ class VllmEngine:
     `adapter`: an adapter folder that the servers load on top of their weights before the first request. Unlike weights
     and adapters that you give to `update`, it needs no `verify`: take this if you do not have the model yourself.
     `folder`: where the engine writes weights that you pass as tensors; the servers must see it under the same path.
+    After an update from this folder, it removes from it what MemOPD wrote for servers before, and nothing else.
     With a folder and no weights, the engine samples nothing before an update, so the servers may hold any weights.
     `timeout`: seconds without an answer after which a server counts as hung. `patience`: seconds to wait for a server
     while all are down.
@@ -219,10 +220,12 @@ class VllmEngine:
         with the weights they began with; new requests of other threads wait for its end."""
         with self._submitting:
             self._check_open()
-            self._run(self._fleet.pause())
-            yield
-            if self._verified:
-                self._loop.call_soon_threadsafe(self._fleet.resume)
+            try:
+                self._run(self._fleet.pause())
+                yield
+            finally:  # after an error too, if the servers still have weights that were verified
+                if self._verified and not self._closed:
+                    self._loop.call_soon_threadsafe(self._fleet.resume)
 
     def update(self, weights: Weights, version: int) -> None:
         """Give new weights to every server: a checkpoint folder that the servers see under the same path, tensors with

@@ -61,7 +61,7 @@ async def _check_logprobs(fleet: Fleet, server: Server, tokenizer: Any) -> None:
     payload = body(Request(prompt, seed=0, sampling=Sampling(top_k=1, max_tokens=_TOKENS)), stream=False)
     payload["sampling_params"]["ignore_eos"] = True
     received = Received()
-    async for choice in fleet.choices(server, payload):
+    async for choice in fleet.choices(server, payload, timeout=min(_SECONDS, fleet.timeout)):
         received.take(choice)
     if sum(abs(value) < 1e-6 for value in received.logprobs) <= _TOKENS / 2:
         what = "returns log-probabilities of another distribution than it samples from"

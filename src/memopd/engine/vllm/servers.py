@@ -66,7 +66,7 @@ class Fleet:
         self, urls: Sequence[str], timeout: float, patience: float, admit: Callable[[Server], Awaitable[None]]
     ) -> None:
         self.servers = [Server(url) for url in _clean(urls)]
-        self.patience = patience
+        self.timeout, self.patience = timeout, patience
         self.failure: Exception | None = None
         self._admit = admit
         self._running = True
@@ -188,15 +188,15 @@ class Fleet:
         except httpx.TransportError as error:
             raise Lost(f"{path}: {_reason(error)}") from error
 
-    async def choices(self, server: Server, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def choices(self, server: Server, payload: dict[str, Any], **rest: Any) -> AsyncIterator[dict[str, Any]]:
         """The choices of a streamed completion, or the single choice of one that is not streamed."""
         with _named(server, GENERATE):
             if not payload["stream"]:
-                answer = await self.call(server, "POST", GENERATE, json=payload)
+                answer = await self.call(server, "POST", GENERATE, json=payload, **rest)
                 if (choice := choice_of(answer)) is not None:
                     yield choice
                 return
-            async with self._client.stream("POST", server.url + GENERATE, json=payload) as response:
+            async with self._client.stream("POST", server.url + GENERATE, json=payload, **rest) as response:
                 if response.status_code != 200:
                     await response.aread()
                     _raise_for(response)
@@ -210,7 +210,7 @@ def _named(server: Server, path: str) -> Iterator[None]:
     """Raises errors of the block as `Lost` if another try may help, else as `ValueError`; both name the route."""
     try:
         yield
-    except (httpx.TransportError, json.JSONDecodeError, BadAnswer) as error:
+    except (httpx.TransportError, json.JSONDecodeError, UnicodeDecodeError, BadAnswer) as error:
         raise Lost(f"{path}: {_reason(error)}") from error
     except Refused as error:
         if path == GENERATE and error.status == 404:  # the adapter or the route is gone, as after a restart
@@ -222,7 +222,7 @@ def _raise_for(response: httpx.Response) -> None:
     if response.status_code >= 400:
         try:
             text = reason(response.json())
-        except json.JSONDecodeError:
+        except ValueError:  # not JSON, or not UTF-8, as the page of a proxy
             text = response.text
         raise failure(response.status_code, text)
 
@@ -238,8 +238,17 @@ def _clean(urls: Sequence[str]) -> list[str]:
     if not cleaned:
         raise ValueError("no policy server given; one looks like http://127.0.0.1:8001")
     for url in cleaned:
-        if not url.startswith(("http://", "https://")):
+        if not url.startswith(("http://", "https://")) or not _is_address(url):
             raise ValueError(f"{url!r} is not the address of a server; one looks like http://127.0.0.1:8001")
         if cleaned.count(url) > 1:
             raise ValueError(f"{url} is given twice")
     return cleaned
+
+
+def _is_address(url: str) -> bool:
+    """Whether it has a host, and its port is none or a possible one."""
+    try:
+        parsed = httpx.URL(url)
+        return bool(parsed.host) and (parsed.port is None or 0 < parsed.port < 2**16)
+    except (httpx.InvalidURL, ValueError):
+        return False

@@ -17,7 +17,7 @@ import numpy as np
 from memopd.engine.protocol import Completion
 from memopd.engine.vllm.servers import Fleet, Lost, Server, adapter_label, adapter_of
 from memopd.engine.vllm.wire import BadAnswer
-from memopd.files import whole
+from memopd.files import json_object, whole
 from memopd.types import Floats, Ids
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Weights: TypeAlias = "Path | Mapping[str, Tensor] | Callable[[str], None]"
 Score: TypeAlias = Callable[[Sequence[tuple[Ids, Ids]], float], Sequence[Floats]]
 
+_SERVED = "memopd_served"  # in the metadata of the files that `write` writes
 UNLABELLED = "default"  # vLLM's own label of the weights that the server was started with
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ROUTES = ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
@@ -84,15 +85,42 @@ def write(state: Mapping[str, Tensor], folder: Path, version: int) -> Path:
         seen.add(storage)
     home = folder / f"weights-{version}"
     with whole(home / "model.safetensors") as partial:
-        save_file(kept, partial, metadata={"format": "pt"})
+        save_file(kept, partial, metadata={"format": "pt", _SERVED: "true"})
     return home
 
 
 def remove_older(written: Path) -> None:
-    """Remove the weights and adapters that were written before these: no server will load them again."""
-    for old in (*written.parent.glob("weights-*"), *written.parent.glob("adapter-*")):
+    """Remove the weights and adapters that MemOPD wrote for servers before these: no server will load them again.
+
+    The files themselves tell who wrote them, so that a resumed run removes what it wrote before it was interrupted, and
+    nobody loses a folder of their own.
+    """
+    ours = [old for old in written.parent.glob("weights-*") if _is_served_weights(old)]
+    ours += [old for old in written.parent.glob("adapter-*") if _is_served_adapter(old)]
+    for old in ours:
         if old != written:
             shutil.rmtree(old)
+
+
+def _is_served_weights(folder: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "model.safetensors", "numpy") as held:
+            return _SERVED in (held.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
+
+
+def _is_served_adapter(folder: Path) -> bool:
+    """Training writes an adapter for servers with our card and without a tokenizer; one to keep has both."""
+    from memopd.models.folder import CARD  # imports torch
+
+    try:
+        card = json_object((folder / CARD).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return "tokenizer_digest" in card and card["tokenizer_digest"] is None
 
 
 async def load(fleet: Fleet, server: Server, weights: Path | Callable[[str], None], label: str) -> None:

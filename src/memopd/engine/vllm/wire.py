@@ -96,7 +96,7 @@ def body(request: Request, stream: bool) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "seed": request.seed % 2**63,  # vLLM takes -1 for no seed, and seeds are signed 64-bit integers
+        "seed": int(request.seed) % 2**63,  # vLLM takes -1 for no seed, and seeds are signed 64-bit integers
         "logprobs": request.top_logprobs,  # 0: only of the sampled token
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
@@ -106,7 +106,7 @@ def body(request: Request, stream: bool) -> dict[str, Any]:
     if request.grammar:  # vLLM's `auto` takes llguidance for a grammar in Lark's form with JSON schemas
         parameters["structured_outputs"] = {"grammar": request.grammar}
     if sampling.max_tokens is not None:  # without it, the server samples to the end of its context
-        parameters["max_tokens"] = sampling.max_tokens
+        parameters["max_tokens"] = int(sampling.max_tokens)
     prompt = np.asarray(request.prompt).tolist()
     return {"token_ids": prompt, "sampling_params": parameters, "stream": stream}
 
