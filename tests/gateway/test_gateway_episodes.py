@@ -211,6 +211,38 @@ def test_a_store_that_cannot_be_written_keeps_the_episodes(tmp_path, monkeypatch
     ledger.close()
 
 
+@pytest.mark.parametrize("failing", ["a call", "the mark of the part"])
+def test_after_a_failed_write_of_the_journal_no_episode_is_written_twice(tmp_path, monkeypatch, failing):
+    """The journal is then broken until a restart, although the disk has space again."""
+    ledger = Ledger(tmp_path)
+    ledger.add(recorded("e", 0)).result(10)
+    ledger.finish("e", 1.0).result(10)
+
+    def full(handle, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)  # so that nothing of the record is in the journal
+        with pytest.raises(JournalError, match="until a restart"):
+            ledger.add(recorded("open", 1)).result(10) if failing == "a call" else ledger.compact()
+    written = [] if failing == "a call" else [tmp_path / "part-00000.parquet"]
+    for _ in range(2):
+        with pytest.raises(JournalError, match="until a restart"):
+            ledger.compact()
+        assert list(tmp_path.glob("*.parquet")) == written
+    ledger.close()
+    ledger = Ledger(tmp_path)
+    assert ledger.compact() == (failing == "a call")
+    ledger.close()
+    assert [episode.id for episode in read_episodes(tmp_path)] == ["e"]
+    (part,) = tmp_path.glob("*.parquet")
+    part.unlink()
+    ledger = Ledger(tmp_path)
+    assert ledger.reward("e") == 1.0  # because it is marked
+    assert ledger.compact() == 0
+    ledger.close()
+
+
 def test_stores_that_cannot_be_used(tmp_path):
     with pytest.raises(ValueError, match="must be a directory"):
         Ledger(tmp_path / "e.parquet")

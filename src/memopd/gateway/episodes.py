@@ -142,6 +142,8 @@ class Ledger:
     def compact(self) -> int:
         """Write the finished episodes to the store as one part, clean the journal, and return their number."""
         with self._compacting:
+            if self.broken:  # a part that cannot be marked would be written again and again
+                raise self.broken
             with self._lock:
                 names = list(self._ready)
             if names:
