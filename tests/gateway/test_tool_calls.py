@@ -159,6 +159,10 @@ def test_a_tokenizer_that_reads_its_own_answers():
     assert reads.parse_whole(own, broken, encode(own, broken), prompt, [ADD]).text == broken
     with pytest.raises(ApiError, match="cannot be required"):
         reads.grammar([ADD], True, None)
+    with pytest.raises(ApiError, match="send tools or a schema for the answer, not both") as caught:
+        reads.grammar([ADD], True, {"type": "object"})
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+    assert reads.grammar([], True, {"type": "object"}).startswith("start: %json")
 
 
 def test_models_that_would_not_see_tools_or_whose_calls_nobody_can_read():

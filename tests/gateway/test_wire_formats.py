@@ -264,22 +264,41 @@ def test_a_required_call_is_recorded_and_not_trained_on(server, path):
         assert [call.trainable for call in server.recorded(episode).calls] == [False, True]
 
 
+IN_JSON = {
+    "chat/completions": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}}
+    },
+    "messages": {"output_config": {"format": {"type": "json_schema", "schema": PARAMETERS}}},
+    "responses": {"text": {"format": {"type": "json_schema", "name": "n", "schema": PARAMETERS}}},
+}
+
+
 @pytest.mark.parametrize("path", FORMATS)
 def test_an_answer_in_json(server, path):
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    asked = {
-        "chat/completions": {"response_format": form},
-        "messages": {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
-        "responses": {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}},
-    }[path]
     episode = server.episode('{"a": 2}', "It is 4.")
-    body = begun(path) | {"tools": []} | asked
+    body = begun(path) | {"tools": []} | IN_JSON[path]
     answer = server.post(path, episode, body)
     assert parts(path, answer.json())[0] == '{"a": 2}'
     assert answer.headers["x-memopd-trainable"] == "false"
     assert server.post(path, episode, body).status_code == 400
     assert not server.recorded(episode).calls[0].trainable
+
+
+@pytest.mark.parametrize("path", FORMATS)
+def test_tools_together_with_an_answer_in_json(server, path):
+    """The model may call a tool or answer in JSON; where a call is required, it must call."""
+    episode = server.episode(OBEDIENT, '{"a": 2}', "It is 4.")
+    body = begun(path) | IN_JSON[path]
+    called, answered = server.post(path, episode, body), server.post(path, episode, body)
+    assert called.status_code == 200, called.text
+    assert parts(path, called.json()) == ("", [("add", {"a": 2})], STOPPED[path][0])
+    assert parts(path, answered.json()) == ('{"a": 2}', [], STOPPED[path][1])
+    assert server.post(path, episode, body).status_code == 400  # the script follows neither
+    for required in (body | {"tool_choice": choice} for choice in REQUIRED[path]):
+        server.says = [OBEDIENT, '{"a": 2}']
+        assert parts(path, server.post(path, episode, required).json())[1] == [("add", {"a": 2})]
+        assert server.post(path, episode, required).status_code == 400  # the script does not call
+    assert not any(call.trainable for call in server.recorded(episode).calls)
 
 
 def test_calls_that_their_client_marks(server):

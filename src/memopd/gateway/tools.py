@@ -108,20 +108,24 @@ class ToolForm:
             return len(text[:start].removesuffix("\n")) if text[:start].strip() else 0
         return len(text) - pending(text, (OPEN, "\n" + OPEN))
 
-    def grammar(self, must_call: Sequence[Tool], parallel: bool, output: Json | None) -> str:
-        """A grammar (engine/guide.py) for an answer that calls tools, or whose text follows a JSON schema."""
-        if not must_call:
+    def grammar(self, tools: Sequence[Tool], parallel: bool, output: Json | None) -> str:
+        """A grammar (engine/guide.py) for an answer that calls some of these tools, or whose text follows a JSON
+        schema, or either of the two if both are given."""
+        if not tools:
             assert output is not None
             return f"start: {_json(output)}\n"
-        if not self.is_hermes:
+        if not self.is_hermes and output is None:
             message = "this model's form of tool calls cannot be required: send tool_choice auto"
             raise ApiError(400, "no_grammar", message, "tool_choice")
+        if not self.is_hermes:
+            message = "this model's form of tool calls has no grammar: send tools or a schema for the answer, not both"
+            raise ApiError(400, "no_grammar", message, "tools")
         opening, closing = self._grammar_marks
         lines = ["start: calls" if output is None else "start: calls | output"]
         lines += [] if output is None else [f"output: {_json(output)}"]
         lines.append('calls: call ("\\n" call)*' if parallel else "calls: call")
-        lines.append("call: " + " | ".join(f"call_{n}" for n in range(len(must_call))))
-        for n, tool in enumerate(must_call):
+        lines.append("call: " + " | ".join(f"call_{n}" for n in range(len(tools))))
+        for n, tool in enumerate(tools):
             head = _dumps(f'\n{{"name": {_dumps(tool.name)}, "arguments": ')
             lines.append(f'call_{n}: {opening} {head} arguments_{n} "}}\\n" {closing}')
             lines.append(f"arguments_{n}: {_json({'type': 'object'} | tool.parameters)}")
