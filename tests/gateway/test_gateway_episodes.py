@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from memopd.gateway import episodes as gateway_episodes
@@ -170,6 +172,18 @@ def test_a_part_that_was_taken_away_is_not_written_again(tmp_path, monkeypatch, 
     assert ledger.compact() == 0
     ledger.close()
     assert not list(tmp_path.glob("*.parquet"))
+
+
+def test_older_journals_and_parts_may_lack_tasks(tmp_path):
+    """A part without the column belongs to the tasks that `read_episodes` gives it; of a mark alone none is known."""
+    part = pa.table({"episode": ["a", "b"], "episode_reward": [1.0, 2.0]})
+    pq.write_table(part, tmp_path / "part-00000.parquet")
+    ledger = Ledger(tmp_path)
+    ledger._journal.append(gateway_episodes._with_arrays({"stored": {"b": 2.0, "c": 3.0}})).result(10)
+    ledger.close()
+    ledger = Ledger(tmp_path)
+    assert [ledger.ending(name) for name in "abcd"] == [(1.0, "a"), (2.0, "b"), (3.0, None), None]
+    ledger.close()
 
 
 def test_a_part_may_go_although_its_first_call_is_still_in_the_journal(tmp_path):
