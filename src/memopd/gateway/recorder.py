@@ -21,7 +21,7 @@ from memopd.gateway.calls import Label, RunningCall
 from memopd.gateway.drift import History
 from memopd.gateway.episodes import Ending, Ledger, Recorded
 from memopd.gateway.prompt import Prompts
-from memopd.gateway.text import StreamedText, cut_text
+from memopd.gateway.text import Cut, StreamedText, cut_text
 from memopd.gateway.tools import Parsed, with_ids
 from memopd.record.journal import JournalError
 from memopd.types import Call, StopReason
@@ -218,7 +218,7 @@ class Recorder:
             policy_version=completion.policy_version,
             name=call.name,
         )
-        shown = len(self._cut(call, completion)[0])
+        shown = len(self._cut(call, completion).visible)
         return Recorded(
             call.episode, call.number, recorded, call.sampling, call.ask.seed,
             call.started, time.time(), shown, call.history,
@@ -243,19 +243,19 @@ class Recorder:
         if completion.stop is StopReason.ABORTED:
             message = "the engine stopped before the end; the tokens sampled so far are recorded as an aborted call"
             raise ApiError(503, "engine_stopped", message, cause=call.failure)
-        text, stopped_by = self._cut(call, completion)
-        parsed, ids = Parsed(text), completion.tokens.tolist()
+        cut, form = self._cut(call, completion), self._prompts.form
+        parsed = Parsed(cut.visible)
         if call.ask.tools:
-            parsed = self._prompts.form.parse_whole(self._engine.tokenizer, text, ids, call.prompt, call.ask.tools)
+            parsed = form.parse_whole(self._engine.tokenizer, cut.visible, cut.full, call.prompt, call.ask.tools)
         digest = hashlib.blake2s(f"{call.episode}/{call.number}".encode(), digest_size=11).hexdigest()
         return Said(
             parsed.text,
             with_ids(parsed.calls if call.ask.parallel else parsed.calls[:1], call_ids + digest),
             parsed.reasoning,
             str(completion.stop),
-            stopped_by,
+            cut.stopped_by,
             call.prompt,
-            ids,
+            completion.tokens.tolist(),
             self._tokens(completion) if call.ask.logprobs else None,
         )
 
@@ -279,7 +279,7 @@ class Recorder:
     def _marks(self, ask: Ask) -> tuple[str, ...]:
         return self._prompts.form.marks if ask.tools else ()
 
-    def _cut(self, call: RunningCall, completion: Completion) -> tuple[str, str | None]:
+    def _cut(self, call: RunningCall, completion: Completion) -> Cut:
         ask = call.ask
         return cut_text(self._engine.tokenizer, completion.tokens, ask.stop, ask.keep_stop, self._marks(ask))
 

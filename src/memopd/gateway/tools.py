@@ -82,15 +82,15 @@ class ToolForm:
         rest = "".join([*kept, text[at:]])
         return Parsed(rest if rest.strip() else "", tuple(calls)) if calls else Parsed(text)
 
-    def parse_whole(
-        self, tokenizer: Any, text: str, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]
-    ) -> Parsed:
-        """Read the calls of a completion with this visible text. A response template reads its ids."""
+    def parse_whole(self, tokenizer: Any, text: str, full: str, prompt: Sequence[int], tools: Sequence[Tool]) -> Parsed:
+        """Read the calls of a completion with this visible text. A response template reads the full text, which has the
+        special tokens; the last one, which ends the turn, is no part of a field that the model left open."""
         if not self.has_template:
             return self.parse(text)
         try:
             given = [tool.for_template() for tool in tools]
-            message = tokenizer.parse_response(list(ids), prefix=list(prompt), tools=given or None)
+            said = full.removesuffix(tokenizer.eos_token or "")
+            message = tokenizer.parse_response(said, prefix=list(prompt), tools=given or None)
             calls = tuple(_read(call.get("function", call)) for call in message.get("tool_calls") or [])
             reasoning = message.get("thinking") or message.get("reasoning_content") or ""
             return Parsed(_text(message.get("content") or ""), calls, _text(reasoning))
