@@ -589,17 +589,69 @@ def test_no_answer_ends_before_its_record_is_durable(tmp_path, monkeypatch, stre
 
 def test_the_reward_is_durable_before_its_answer(tmp_path, monkeypatch):
     hold, begun, sync = threading.Event(), threading.Event(), journal.os.fdatasync
-    with serving(Scripted(lambda request: SAID), tmp_path) as url, ThreadPoolExecutor(1) as pool:
+    with serving(Scripted(lambda request: SAID), tmp_path) as url, ThreadPoolExecutor(2) as pool:
         assert ask(url).status_code == 200
         monkeypatch.setattr(journal.os, "fdatasync", lambda handle: (begun.set(), hold.wait(20), sync(handle)))
         rewarded = pool.submit(finish, url, "e1")
         assert begun.wait(20)
         assert not threading.Event().wait(0.2)
         assert not rewarded.done()
-        assert finish(url, "e1").status_code == 409  # asked again, it is not there yet
+        repeated = pool.submit(finish, url, "e1")
+        assert not threading.Event().wait(0.2)
+        assert not repeated.done()  # asked again, it is not there yet
         hold.set()
         assert rewarded.result(20).status_code == 200
+        assert repeated.result(20).status_code == 200
         assert finish(url, "e1").status_code == 200
+
+
+def test_a_reward_that_waits_may_be_repeated_and_not_changed(tmp_path):
+    engine = Scripted(lambda request: SAID)
+    slowly = template(user("slowly"))
+    engine.held = lambda request: request.prompt.tolist() == slowly
+    engine.go.clear()
+    with serving(engine, tmp_path) as url, ThreadPoolExecutor(8) as pool:
+        slow = pool.submit(ask, url, messages=[user("slowly")])
+        until(lambda: len(engine.requests) == 1)
+        rewarded = pool.submit(finish, url, "e1", 2.0, task="t")
+        until(lambda: ask(url).status_code == 409)
+        repeated = [pool.submit(finish, url, "e1", 2.0, **task) for task in ({}, {"task": "t"})]
+        for reward, task in ((1.0, "t"), (2.0, "other")):
+            changed = finish(url, "e1", reward, task=task)
+            assert (changed.status_code, changed.json()["error"]["code"]) == (409, "episode_finished")
+        assert not any(waiting.done() for waiting in (slow, rewarded, *repeated))
+        engine.go.set()
+        assert [waiting.result(20).status_code for waiting in (slow, rewarded, *repeated)] == [200] * 4
+        nobody = [pool.submit(finish, url, "nobody") for _ in range(2)]
+        assert [waiting.result(20).status_code for waiting in nobody] == [404] * 2
+    (episode,) = read_episodes(tmp_path)
+    assert (episode.reward, episode.task_id) == (2.0, "t")
+
+
+def test_a_repeated_reward_with_another_task_is_refused(tmp_path):
+    """Also after a restart, and after the episode's part was moved away."""
+
+    def repeat(url: str) -> None:
+        assert finish(url, "e1").status_code == 200
+        assert finish(url, "e1", task="t").status_code == 200
+        assert finish(url, "e2", task="e2").status_code == 200  # the task of an episode without one
+        for name, task in (("e1", "t"), ("e2", "e2")):
+            changed = finish(url, name, task="other")
+            assert (changed.status_code, changed.json()["error"]["code"]) == (409, "episode_finished")
+            assert changed.json()["error"]["message"] == f"episode '{name}' already has the task '{task}'"
+
+    with serving(Scripted(lambda request: SAID), tmp_path) as url:
+        assert [ask(url, episode=name).status_code for name in ("e1", "e2")] == [200] * 2
+        assert finish(url, "e1", task="t").status_code == 200
+        assert finish(url, "e2").status_code == 200
+        repeat(url)
+    assert [(e.id, e.task_id) for e in read_episodes(tmp_path)] == [("e1", "t"), ("e2", "e2")]
+    with serving(Scripted(lambda request: SAID), tmp_path) as url:
+        repeat(url)
+    for part in tmp_path.glob("*.parquet"):
+        part.unlink()
+    with serving(Scripted(lambda request: SAID), tmp_path) as url:
+        repeat(url)
 
 
 def test_a_full_disk_is_an_error_not_a_lost_call(tmp_path, monkeypatch, caplog):

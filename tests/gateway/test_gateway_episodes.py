@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from memopd.gateway import episodes as gateway_episodes
@@ -172,6 +174,18 @@ def test_a_part_that_was_taken_away_is_not_written_again(tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("*.parquet"))
 
 
+def test_older_journals_and_parts_may_lack_tasks(tmp_path):
+    """A part without the column belongs to the tasks that `read_episodes` gives it; of a mark alone none is known."""
+    part = pa.table({"episode": ["a", "b"], "episode_reward": [1.0, 2.0]})
+    pq.write_table(part, tmp_path / "part-00000.parquet")
+    ledger = Ledger(tmp_path)
+    ledger._journal.append(gateway_episodes._with_arrays({"stored": {"b": 2.0, "c": 3.0}})).result(10)
+    ledger.close()
+    ledger = Ledger(tmp_path)
+    assert [ledger.ending(name) for name in "abcd"] == [(1.0, "a"), (2.0, "b"), (3.0, None), None]
+    ledger.close()
+
+
 def test_a_part_may_go_although_its_first_call_is_still_in_the_journal(tmp_path):
     """Cleaning rewrites the segment with its end, and keeps the one that its first call shares with others."""
     ledger = Ledger(tmp_path, segment_bytes=20_000)
@@ -208,6 +222,38 @@ def test_a_store_that_cannot_be_written_keeps_the_episodes(tmp_path, monkeypatch
     monkeypatch.undo()
     assert ledger.waiting == 1
     assert ledger.compact() == 1
+    ledger.close()
+
+
+@pytest.mark.parametrize("failing", ["a call", "the mark of the part"])
+def test_after_a_failed_write_of_the_journal_no_episode_is_written_twice(tmp_path, monkeypatch, failing):
+    """The journal is then broken until a restart, although the disk has space again."""
+    ledger = Ledger(tmp_path)
+    ledger.add(recorded("e", 0)).result(10)
+    ledger.finish("e", 1.0).result(10)
+
+    def full(handle, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)  # so that nothing of the record is in the journal
+        with pytest.raises(JournalError, match="until a restart"):
+            ledger.add(recorded("open", 1)).result(10) if failing == "a call" else ledger.compact()
+    written = [] if failing == "a call" else [tmp_path / "part-00000.parquet"]
+    for _ in range(2):
+        with pytest.raises(JournalError, match="until a restart"):
+            ledger.compact()
+        assert list(tmp_path.glob("*.parquet")) == written
+    ledger.close()
+    ledger = Ledger(tmp_path)
+    assert ledger.compact() == (failing == "a call")
+    ledger.close()
+    assert [episode.id for episode in read_episodes(tmp_path)] == ["e"]
+    (part,) = tmp_path.glob("*.parquet")
+    part.unlink()
+    ledger = Ledger(tmp_path)
+    assert ledger.reward("e") == 1.0  # because it is marked
+    assert ledger.compact() == 0
     ledger.close()
 
 

@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from memopd import compile_calls, verify
+from memopd.cli.gateway import gateway
+from memopd.cli.options import Precision
 from memopd.engine.local import LocalEngine
 from memopd.record import read_episodes
 from memopd.train.metrics import read_metrics
@@ -230,8 +232,6 @@ def test_the_command_serves_is_killed_and_serves_again(tmp_path, model):
 
 
 def test_the_command_says_what_it_needs(tmp_path, monkeypatch):
-    from memopd.cli.gateway import gateway
-
     monkeypatch.delenv("MEMOPD_GATEWAY_TOKEN", raising=False)
     with pytest.raises(ValueError, match="give --model PATH, or --server URL"):
         gateway(tmp_path)
@@ -241,6 +241,16 @@ def test_the_command_says_what_it_needs(tmp_path, monkeypatch):
         gateway(tmp_path, model="/nowhere/at/all")
     with pytest.raises(ValueError, match="cannot find out which model it serves"):
         gateway(tmp_path, server="http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [("--max-length", {"max_length": 512}), ("--slots", {"slots": 64}), ("--dtype", {"dtype": Precision.float32})],
+)
+def test_the_command_refuses_options_that_a_server_has_of_its_own(tmp_path, option, given):
+    """Also with their default values."""
+    with pytest.raises(ValueError, match=f"^{option} is not for use with --server"):
+        gateway(tmp_path, server="http://127.0.0.1:1", **given)
 
 
 def test_a_port_in_use_is_said_before_anything_else(tmp_path, capsys):

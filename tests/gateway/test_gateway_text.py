@@ -8,7 +8,7 @@ from gateway_parts import encode, letters, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopd.gateway.text import StreamedText, visible_text
+from memopd.gateway.text import Cut, StreamedText, cut_text, full_text, visible_text
 
 any_id = st.integers(0, len(tokenizer()) - 1)
 words = st.sampled_from(["the old town", "</search>", "東京", "🙂", " a", "é", "<|im_end|>"])
@@ -26,9 +26,11 @@ def test_pieces_add_up_to_the_whole(parts, stop, keep, steps):
         step = steps[turn % len(steps)]
         shown += streamed.feed(ids[at : at + step])
         at, turn = at + step, turn + 1
-    whole = visible_text(tokenizer(), np.asarray(ids, np.int32), stop, keep)
+    cut = cut_text(tokenizer(), np.asarray(ids, np.int32), stop, keep)
+    whole = cut.visible
     assert whole.startswith(shown)
     assert shown + streamed.end(whole) == whole
+    assert full_text(tokenizer(), np.asarray(ids, np.int32), len(whole)).startswith(cut.full)
 
 
 def test_nothing_waits_that_is_certain():
@@ -44,3 +46,12 @@ def test_nothing_waits_that_is_certain():
 def test_the_stop_string_that_is_complete_first_counts(keep, text):
     ids = np.asarray(encode("a town, the river"), np.int32)
     assert visible_text(tokenizer(), ids, ["a town, the", "river", "town"], keep) == text
+
+
+def test_the_full_text_has_the_special_tokens_of_what_is_shown():
+    text = "the old<|im_end|> town<|im_end|>"
+    ids = np.asarray(encode(text), np.int32)
+    assert cut_text(tokenizer(), ids, [" town"]) == Cut("the old", "the old<|im_end|>", " town")
+    assert cut_text(tokenizer(), ids, []) == Cut("the old town", text, None)
+    shown = {count: full_text(tokenizer(), ids, count) for count in (3, 7, 9, 12)}
+    assert shown == {3: "the", 7: "the old<|im_end|>", 9: "the old<|im_end|> t", 12: text}

@@ -152,13 +152,17 @@ def test_a_tokenizer_that_reads_its_own_answers():
     reads.check()
     text = '<think>hm</think>So: <call>{"name": "add", "arguments": {"a": 2}}</call>'
     prompt = encode(own, "<|im_start|>assistant\n")
-    parsed = reads.parse_whole(own, text, encode(own, text + "<|im_end|>"), prompt, [ADD])
+    parsed = reads.parse_whole(own, text, text + "<|im_end|>", prompt, [ADD])
     assert [(call.name, call.arguments) for call in parsed.calls] == [("add", {"a": 2})]
     assert (parsed.text.strip(), parsed.reasoning) == ("So:", "hm")
     broken = "<call>{</call>"
-    assert reads.parse_whole(own, broken, encode(own, broken), prompt, [ADD]).text == broken
+    assert reads.parse_whole(own, broken, broken, prompt, [ADD]).text == broken
     with pytest.raises(ApiError, match="cannot be required"):
         reads.grammar([ADD], True, None)
+    with pytest.raises(ApiError, match="send tools or a schema for the answer, not both") as caught:
+        reads.grammar([ADD], True, {"type": "object"})
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+    assert reads.grammar([], True, {"type": "object"}).startswith("start: %json")
 
 
 def test_models_that_would_not_see_tools_or_whose_calls_nobody_can_read():

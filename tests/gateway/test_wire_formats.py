@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from copy import copy
 from functools import cache
 from pathlib import Path
 
@@ -41,11 +42,11 @@ def tokenizer():
 
 
 class Server:
-    """A gateway for all tests of this file: its engine says what a test sets."""
+    """A gateway for several tests of this file: its engine says what a test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer) -> None:
         self.says: list[str | list[int]] = []
-        self.engine = Scripted(lambda request: self.says.pop(0), tokenizer(), max_length=4096)
+        self.engine = Scripted(lambda request: self.says.pop(0), tokenizer, max_length=4096)
         self.url, self.store, self.episodes = "", Path(), 0
 
     def episode(self, *says: str | list[int]) -> str:
@@ -66,7 +67,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    made = Server()
+    made = Server(tokenizer())
     made.store = tmp_path_factory.mktemp("store")
     with serving(made.engine, made.store) as made.url:
         yield made
@@ -264,22 +265,148 @@ def test_a_required_call_is_recorded_and_not_trained_on(server, path):
         assert [call.trainable for call in server.recorded(episode).calls] == [False, True]
 
 
+IN_JSON = {
+    "chat/completions": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}}
+    },
+    "messages": {"output_config": {"format": {"type": "json_schema", "schema": PARAMETERS}}},
+    "responses": {"text": {"format": {"type": "json_schema", "name": "n", "schema": PARAMETERS}}},
+}
+
+
 @pytest.mark.parametrize("path", FORMATS)
 def test_an_answer_in_json(server, path):
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    asked = {
-        "chat/completions": {"response_format": form},
-        "messages": {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
-        "responses": {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}},
-    }[path]
     episode = server.episode('{"a": 2}', "It is 4.")
-    body = begun(path) | {"tools": []} | asked
+    body = begun(path) | {"tools": []} | IN_JSON[path]
     answer = server.post(path, episode, body)
     assert parts(path, answer.json())[0] == '{"a": 2}'
     assert answer.headers["x-memopd-trainable"] == "false"
     assert server.post(path, episode, body).status_code == 400
     assert not server.recorded(episode).calls[0].trainable
+
+
+@pytest.mark.parametrize("path", FORMATS)
+def test_tools_together_with_an_answer_in_json(server, path):
+    """The model may call a tool or answer in JSON; where a call is required, it must call."""
+    episode = server.episode(OBEDIENT, '{"a": 2}', "It is 4.")
+    body = begun(path) | IN_JSON[path]
+    called, answered = server.post(path, episode, body), server.post(path, episode, body)
+    assert called.status_code == 200, called.text
+    assert parts(path, called.json()) == ("", [("add", {"a": 2})], STOPPED[path][0])
+    assert parts(path, answered.json()) == ('{"a": 2}', [], STOPPED[path][1])
+    assert server.post(path, episode, body).status_code == 400  # the script follows neither
+    for required in (body | {"tool_choice": choice} for choice in REQUIRED[path]):
+        server.says = [OBEDIENT, '{"a": 2}']
+        assert parts(path, server.post(path, episode, required).json())[1] == [("add", {"a": 2})]
+        assert server.post(path, episode, required).status_code == 400  # the script does not call
+    assert not any(call.trainable for call in server.recorded(episode).calls)
+
+
+# ---- a tokenizer that reads its own answers ---------------------------------------------------------------------
+
+OWN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"close": "<|im_end|>"},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory):
+    """A gateway whose tokenizer has a `response_template`."""
+    own = copy(tokenizer())
+    own.response_template = OWN
+    made = Server(own)
+    made.store = tmp_path_factory.mktemp("store")
+    with serving(made.engine, made.store) as made.url:
+        yield made
+
+
+def said_by(path: str, answer: dict) -> list[tuple[str, str]]:
+    """The thoughts, the text and the calls of a whole answer, in their order."""
+    if path == "chat/completions":
+        message = answer["choices"][0]["message"]
+        shown = [(key, message.get(key)) for key in ("reasoning_content", "content")]
+        shown += [("call", call["function"]["name"]) for call in message.get("tool_calls", [])]
+        return [(kind, said) for kind, said in shown if said]
+    if path == "messages":
+        return [(b["type"], b.get("text") or b.get("thinking") or b.get("name")) for b in answer["content"]]
+    return [(item["type"], item["content"][0]["text"] if "content" in item else "") for item in answer["output"]]
+
+
+def streamed_by(path: str, given: list[dict]) -> list[tuple[str, str]]:
+    """The same of a stream."""
+    if path == "responses":
+        done = [e["item"] for e in given if e["type"] == "response.output_item.done"]
+        return said_by(path, {"output": done})
+    shown: list[tuple[str, str]] = []
+    if path == "messages":
+        for event in given:
+            if event["type"] == "content_block_start":
+                assert event["index"] == len(shown)
+                shown.append((event["content_block"]["type"], event["content_block"].get("name", "")))
+            elif event["type"] == "content_block_delta":
+                kind, said = shown[event["index"]]
+                delta = event["delta"]
+                shown[event["index"]] = (kind, said + (delta.get("text") or delta.get("thinking") or ""))
+        return shown
+    for delta in (choice["delta"] for event in given for choice in event["choices"]):
+        shown += [(key, delta[key]) for key in ("reasoning_content", "content") if delta.get(key)]
+        shown += [("call", c["function"]["name"]) for c in delta.get("tool_calls", []) if c["function"].get("name")]
+    return shown
+
+
+@pytest.mark.parametrize("path", FORMATS)
+def test_thoughts_come_before_the_text_in_whole_answers_and_in_streams(reading, path):
+    thinking, text = {
+        "chat/completions": ("reasoning_content", "content"),
+        "messages": ("thinking", "text"),
+        "responses": ("reasoning", "message"),
+    }[path]
+    said = "<think>hm</think>So: 4."
+    episode = reading.episode(said, said)
+    whole = said_by(path, reading.post(path, episode, begun(path)).json())
+    assert whole == [(thinking, "hm"), (text, "So: 4.")]
+    assert streamed_by(path, events(reading.post(path, episode, begun(path) | {"stream": True}))) == whole
+
+
+OWN_CALL = '<call>{"name": "add", "arguments": {"a": 2}}</call>'
+
+
+def test_an_answer_that_its_tokenizer_reads_ends_before_its_stop_string(reading):
+    path, body = "chat/completions", begun("chat/completions") | {"stop": [" STOP"]}
+    episode = reading.episode("It is 4. STOP more", "It is 4. STOP more", f"So: {OWN_CALL} STOP more", "It is 4.")
+    choice = reading.post(path, episode, body).json()["choices"][0]
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("It is 4.", " STOP")
+    kept = reading.post(path, episode, body | {"include_stop_str_in_output": True}).json()
+    assert kept["choices"][0]["message"]["content"] == "It is 4. STOP"
+    called = reading.post(path, episode, body).json()
+    assert parts(path, called) == ("So:", [("add", {"a": 2})], "tool_calls")
+    again = reading.post(path, episode, continued(path, body, called))
+    assert again.headers["x-memopd-drift"] == "replies=1; drifted=0"  # the reply is known by what was answered
+    (first, *_, last) = reading.recorded(episode).calls
+    assert tokenizer().decode(first.completion).startswith("It is 4. STOP")
+    assert OWN_CALL in tokenizer().decode(last.prompt)
+
+
+def test_unfinished_thoughts_have_no_end_token(reading):
+    path = "chat/completions"
+    episode = reading.episode("<think>hm, let me")
+    message = reading.post(path, episode, begun(path)).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm, let me", "")
+
+
+@pytest.mark.parametrize("path", FORMATS)
+def test_a_form_without_a_grammar_refuses_tools_together_with_an_answer_in_json(reading, path):
+    episode = reading.episode('{"a": 2}', '{"a": 2}')
+    refused = reading.post(path, episode, begun(path) | IN_JSON[path])
+    assert refused.status_code == 400
+    assert "send tools or a schema for the answer, not both" in refused.json()["error"]["message"]
+    assert reading.post(path, episode, begun(path) | {"tools": []} | IN_JSON[path]).status_code == 200
 
 
 def test_calls_that_their_client_marks(server):

@@ -31,10 +31,12 @@ def gateway(
     max_length: Annotated[
         int | None, typer.Option(help="The most tokens of prompt and completion together; not with --server.")
     ] = None,
-    slots: Annotated[int, typer.Option(help="The number of calls that run at once; not with --server.")] = 64,
+    slots: Annotated[
+        int | None, typer.Option(help="The number of calls that run at once; not with --server.", show_default="64")
+    ] = None,
     dtype: Annotated[
-        Precision, typer.Option(help="The precision of the model; not with --server.")
-    ] = Precision.float32,
+        Precision | None, typer.Option(help="The precision of the model; not with --server.", show_default="float32")
+    ] = None,
 ) -> None:
     """Record any agent that uses OpenAI's or Anthropic's API, with or without tools.
 
@@ -43,6 +45,10 @@ def gateway(
     """
     if model is None and server is None:
         raise ValueError("give --model PATH, or --server URL")
+    if server:
+        for option, given in (("--max-length", max_length), ("--slots", slots), ("--dtype", dtype)):
+            if given is not None:
+                raise ValueError(f"{option} is not for use with --server: set it where you start the server")
     from memopd.http import token_of
 
     token = token_of(TOKEN, host)
@@ -62,7 +68,8 @@ def gateway(
     else:
         from memopd.engine.local import LocalEngine
 
-        engine = LocalEngine(load_sampler(folder, dtype, adapter), tokenizer, slots=slots, max_length=max_length)
+        sampler = load_sampler(folder, dtype or Precision.float32, adapter)
+        engine = LocalEngine(sampler, tokenizer, slots=64 if slots is None else slots, max_length=max_length)
     named = policy_name(Path(folder).name, adapter and Path(adapter).name)
     try:
         serve(engine, store, name or named, token, host, port)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from memopd.gateway.ask import Tool, ToolCall
+from memopd.gateway.text import full_text
 from memopd.gateway.tools import Parsed, ToolForm
 from memopd.types import Ids
 
@@ -67,7 +68,8 @@ def reply_of(
     text = decode(tokenizer, ids)
     parsed = None
     if form is not None:
-        parsed = form.parse_whole(tokenizer, text, _list(completion), _list(prompt), tools)
+        full = full_text(tokenizer, completion, shown) if form.has_template else text
+        parsed = form.parse_whole(tokenizer, text, full, _list(prompt), tools)
     return Reply(ids, text, text[:shown], parsed if parsed and parsed.calls else None)
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +51,13 @@ class Recorded:
     history: History = field(default_factory=History)
 
 
+class Ending(NamedTuple):
+    """How an episode ended."""
+
+    reward: float
+    task: str | None  # None if it is unknown: in older journals, "stored" records have no tasks
+
+
 @dataclass(slots=True, eq=False)
 class _Unfinished:
     calls: list[Recorded] = field(default_factory=list)
@@ -72,14 +79,14 @@ class Ledger:
             )
         self._journal = Journal(self.store / "journal", segment_bytes)
         try:
-            self._finished = _stored(self.store)  # from episode to reward
+            self._finished = _stored(self.store)
             self._unfinished: dict[str, _Unfinished] = {}
             self._ready: list[str] = []  # episodes with a durable reward that are not in the store yet
             self._needed: Counter[int] = Counter()  # bytes of unfinished episodes in each segment
             self._marks: Counter[int] = Counter()  # bytes of "stored" records in each segment
             self._number = 0
             self._lock, self._compacting = Lock(), Lock()
-            unmarked: dict[str, float] = {}
+            unmarked: dict[str, Ending] = {}
             for segment, payload in self._journal.records():
                 try:
                     self._replay(segment, payload, unmarked)
@@ -121,6 +128,11 @@ class Ledger:
 
     def reward(self, name: str) -> float | None:
         """The reward of a finished episode."""
+        ending = self._finished.get(name)
+        return ending and ending.reward
+
+    def ending(self, name: str) -> Ending | None:
+        """The reward and the task of a finished episode."""
         return self._finished.get(name)
 
     def add(self, recorded: Recorded) -> Future[int]:
@@ -132,16 +144,19 @@ class Ledger:
 
     def finish(self, name: str, reward: float, task: str | None = None) -> Future[int]:
         """Finish an episode, effective at once. The future resolves when the outcome is durable."""
-        outcome: dict[str, Any] = {"finish": name, "reward": reward, "task": task or name, "ended": time.time()}
+        ending = Ending(reward, task or name)
+        outcome: dict[str, Any] = {"finish": name, **ending._asdict(), "ended": time.time()}
         payload = _with_arrays(outcome)
         with self._lock:
             self._unfinished[name].outcome = outcome
-            self._finished[name] = reward
+            self._finished[name] = ending
             return self._journal.append(payload, lambda done: self._on_durable(name, len(payload), done, finished=True))
 
     def compact(self) -> int:
         """Write the finished episodes to the store as one part, clean the journal, and return their number."""
         with self._compacting:
+            if self.broken:  # a part that cannot be marked would be written again and again
+                raise self.broken
             with self._lock:
                 names = list(self._ready)
             if names:
@@ -169,8 +184,9 @@ class Ledger:
         self._unfinished[name].segments[segment] += size
         self._needed[segment] += size
 
-    def _mark_stored(self, rewards: dict[str, float]) -> None:
-        mark = _with_arrays({"stored": rewards})
+    def _mark_stored(self, endings: dict[str, Ending]) -> None:
+        rewards, tasks = ({name: e[field] for name, e in endings.items()} for field in range(2))
+        mark = _with_arrays({"stored": rewards, "tasks": tasks})
         self._marks[self._journal.append(mark).result()] += len(mark)
 
     def _clean(self) -> None:
@@ -191,13 +207,15 @@ class Ledger:
         head = _head(payload)
         return "stored" in head or (head.get("call") or head.get("finish")) in self._unfinished
 
-    def _replay(self, segment: int, payload: bytes, unmarked: dict[str, float]) -> None:
+    def _replay(self, segment: int, payload: bytes, unmarked: dict[str, Ending]) -> None:
         """Apply a record. `unmarked` collects episodes of the store that have no "stored" record, after a kill."""
         head = _head(payload)
         if "stored" in head:
             self._marks[segment] += len(payload)
+            tasks = head.get("tasks", {})
             for name, reward in head["stored"].items():
-                self._finished[name] = reward
+                known = self._finished.get(name)
+                self._finished[name] = Ending(reward, tasks.get(name, known and known.task))
                 unmarked.pop(name, None)
                 if unfinished := self._unfinished.pop(name, None):
                     self._needed.subtract(unfinished.segments)
@@ -214,7 +232,7 @@ class Ledger:
             self._number = max(self._number, head["number"] + 1)
         else:
             unfinished.outcome = head
-            self._finished[name] = head["reward"]
+            self._finished[name] = Ending(head["reward"], head["task"])
             self._ready.append(name)
         self._add_bytes(name, segment, len(payload))
 
@@ -263,15 +281,18 @@ def _distribution(sampling: Sampling) -> tuple[float, float, int]:
     return sampling.temperature, sampling.top_p, sampling.top_k
 
 
-def _stored(store: Path) -> dict[str, float]:
-    """The episodes in the store's parts, with their rewards."""
-    found: dict[str, float] = {}
+def _stored(store: Path) -> dict[str, Ending]:
+    """The episodes in the store's parts. Without a column of tasks, each is a task of its own."""
+    found: dict[str, Ending] = {}
     for part in sorted(store.glob("*.parquet")):
         try:
-            table = pq.read_table(part, columns=["episode", "episode_reward"], page_checksum_verification=True)
+            with pq.ParquetFile(part, page_checksum_verification=True) as file:
+                table = file.read(columns=["episode", "episode_reward", "task"])
+            names, rewards = (table.column(name).to_pylist() for name in ("episode", "episode_reward"))
         except (pa.ArrowException, OSError, KeyError) as error:
             raise StoreError(f"{part}: cannot be read as a part of a store: {error}") from None
-        found.update(zip(*(table.column(n).to_pylist() for n in ("episode", "episode_reward")), strict=True))
+        tasks = table.column("task").to_pylist() if "task" in table.column_names else names
+        found.update(zip(names, map(Ending, rewards, tasks), strict=True))
     return found
 
 

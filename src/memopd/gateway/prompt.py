@@ -61,7 +61,9 @@ class Prompts:
 
     def grammar(self, ask: Ask) -> str:
         """The grammar that the completion must follow; empty if there is none."""
-        return self.form.grammar(ask.must_call, ask.parallel, ask.output) if ask.is_constrained else ""
+        if ask.must_call:  # the answer must call a tool, so its text never follows `output`
+            return self.form.grammar(ask.must_call, ask.parallel, None)
+        return "" if ask.output is None else self.form.grammar(ask.tools, ask.parallel, ask.output)
 
     def _encoded(self, tokenizer: Any, prompt: str | tuple[int, ...]) -> list[int]:
         if not isinstance(prompt, str):

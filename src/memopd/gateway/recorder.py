@@ -19,9 +19,9 @@ from memopd.engine.protocol import Completion, LiveEngine
 from memopd.gateway.ask import ApiError, Ask, Json, Said, Token
 from memopd.gateway.calls import Label, RunningCall
 from memopd.gateway.drift import History
-from memopd.gateway.episodes import Ledger, Recorded
+from memopd.gateway.episodes import Ending, Ledger, Recorded
 from memopd.gateway.prompt import Prompts
-from memopd.gateway.text import StreamedText, cut_text
+from memopd.gateway.text import Cut, StreamedText, cut_text
 from memopd.gateway.tools import Parsed, with_ids
 from memopd.record.journal import JournalError
 from memopd.types import Call, StopReason
@@ -35,7 +35,7 @@ class Recorder:
         self._max_length = getattr(engine, "max_length", None)  # an engine of your own may not have it
         self._prompts = Prompts(engine.tokenizer, self._max_length)
         self._running: dict[str, set[RunningCall]] = {}
-        self._finishing: set[str] = set()
+        self._finishing: dict[str, tuple[Ending, asyncio.Event]] = {}  # each event is set when that is over
         self._finished = asyncio.Event()  # set while finished episodes are not in the store yet
         self._compactor: asyncio.Task[None] | None = None
 
@@ -103,16 +103,17 @@ class Recorder:
         }
 
     async def finish(self, name: str, reward: float, task: str | None) -> None:
-        """End an episode. Ending it again with the same reward is no error: a client may repeat its request."""
+        """End an episode. Ending it again in the same way is no error: a client may repeat its request."""
+        while begun := self._finishing.get(name):
+            ending, over = begun
+            _check_repeat(name, ending, reward, task)
+            await over.wait()
         self._check_journal()
-        if name in self._finishing:
-            raise ApiError(409, "episode_finished", f"episode {name!r} is being finished")
-        known = self._ledger.reward(name)
-        if known is not None:
-            if known != reward:
-                raise ApiError(409, "episode_finished", f"episode {name!r} is already finished, with reward {known}")
+        if known := self._ledger.ending(name):
+            _check_repeat(name, known, reward, task)
             return
-        self._finishing.add(name)  # refuses new calls
+        over = asyncio.Event()
+        self._finishing[name] = Ending(reward, task or name), over  # refuses new calls
         try:
             while calls := self._running.get(name):
                 await asyncio.wait([call.task for call in calls])
@@ -121,7 +122,8 @@ class Recorder:
             await self._durable(self._ledger.finish(name, reward, task))
             self._finished.set()
         finally:
-            self._finishing.discard(name)
+            del self._finishing[name]
+            over.set()
 
     # One call
 
@@ -216,7 +218,7 @@ class Recorder:
             policy_version=completion.policy_version,
             name=call.name,
         )
-        shown = len(self._cut(call, completion)[0])
+        shown = len(self._cut(call, completion).visible)
         return Recorded(
             call.episode, call.number, recorded, call.sampling, call.ask.seed,
             call.started, time.time(), shown, call.history,
@@ -241,19 +243,19 @@ class Recorder:
         if completion.stop is StopReason.ABORTED:
             message = "the engine stopped before the end; the tokens sampled so far are recorded as an aborted call"
             raise ApiError(503, "engine_stopped", message, cause=call.failure)
-        text, stopped_by = self._cut(call, completion)
-        parsed, ids = Parsed(text), completion.tokens.tolist()
+        cut, form = self._cut(call, completion), self._prompts.form
+        parsed = Parsed(cut.visible)
         if call.ask.tools:
-            parsed = self._prompts.form.parse_whole(self._engine.tokenizer, text, ids, call.prompt, call.ask.tools)
+            parsed = form.parse_whole(self._engine.tokenizer, cut.visible, cut.full, call.prompt, call.ask.tools)
         digest = hashlib.blake2s(f"{call.episode}/{call.number}".encode(), digest_size=11).hexdigest()
         return Said(
             parsed.text,
             with_ids(parsed.calls if call.ask.parallel else parsed.calls[:1], call_ids + digest),
             parsed.reasoning,
             str(completion.stop),
-            stopped_by,
+            cut.stopped_by,
             call.prompt,
-            ids,
+            completion.tokens.tolist(),
             self._tokens(completion) if call.ask.logprobs else None,
         )
 
@@ -277,7 +279,7 @@ class Recorder:
     def _marks(self, ask: Ask) -> tuple[str, ...]:
         return self._prompts.form.marks if ask.tools else ()
 
-    def _cut(self, call: RunningCall, completion: Completion) -> tuple[str, str | None]:
+    def _cut(self, call: RunningCall, completion: Completion) -> Cut:
         ask = call.ask
         return cut_text(self._engine.tokenizer, completion.tokens, ask.stop, ask.keep_stop, self._marks(ask))
 
@@ -297,3 +299,14 @@ class Recorder:
 
 def _no_episode(name: str) -> ApiError:
     return ApiError(404, "no_such_episode", f"episode {name!r} has no recorded call")
+
+
+def _check_repeat(name: str, known: Ending, reward: float, task: str | None) -> None:
+    """Refuse to end an episode in another way than it ended. A request without a task does not change it."""
+    if reward != known.reward:
+        other = f"the reward {known.reward}"
+    elif task and known.task is not None and task != known.task:
+        other = f"the task {known.task!r}"
+    else:
+        return
+    raise ApiError(409, "episode_finished", f"episode {name!r} already has {other}")

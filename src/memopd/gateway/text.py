@@ -26,24 +26,49 @@ def visible_text(
     tokenizer: Any, ids: Ids, stops: Sequence[str], keep_stop: bool = False, marks: Collection[str] = ()
 ) -> str:
     """The text without special tokens, up to the stop string, which `keep_stop` includes."""
-    return cut_text(tokenizer, ids, stops, keep_stop, marks)[0]
+    return cut_text(tokenizer, ids, stops, keep_stop, marks).visible
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A text that ends at its stop string."""
+
+    visible: str
+    full: str  # with special tokens
+    stopped_by: str | None
 
 
 def cut_text(
     tokenizer: Any, ids: Ids, stops: Sequence[str], keep_stop: bool = False, marks: Collection[str] = ()
-) -> tuple[str, str | None]:
-    """The visible text, and the stop string at which it ends."""
+) -> Cut:
+    """The text up to the stop string, which `keep_stop` includes."""
+    whole = _whole(tokenizer, ids, marks)
+    found = _first(whole.text, stops)
+    if found is None:
+        return Cut(whole.visible(0, len(whole.text)), whole.text, None)
+    past, at = found
+    end = past if keep_stop else at
+    return Cut(whole.visible(0, end), whole.text[:end], whole.text[at:past])
+
+
+def full_text(tokenizer: Any, ids: Ids, shown: int) -> str:
+    """The text with special tokens that has this many visible characters, and the special tokens directly after it."""
+    whole, end = _whole(tokenizer, ids, ()), shown
+    for start, stop in whole.hidden:
+        if start > end:
+            break
+        end += stop - start
+    return whole.text[:end]
+
+
+def _whole(tokenizer: Any, ids: Ids, marks: Collection[str]) -> _Pieces:
     whole = _Pieces()
     hidden, before = special_ids(tokenizer, marks), list[int]()
     for is_hidden, run in groupby(ids.tolist(), hidden.__contains__):
         some = list(run)
         whole.add(_full(tokenizer, some) if is_hidden else _after(tokenizer, before, some), is_hidden)
         before = before if is_hidden else [*before, *some][-_CONTEXT:]
-    found = _first(whole.text, stops)
-    if found is None:
-        return whole.visible(0, len(whole.text)), None
-    past, at = found
-    return whole.visible(0, past if keep_stop else at), whole.text[at:past]
+    return whole
 
 
 class StreamedText:

@@ -82,15 +82,15 @@ class ToolForm:
         rest = "".join([*kept, text[at:]])
         return Parsed(rest if rest.strip() else "", tuple(calls)) if calls else Parsed(text)
 
-    def parse_whole(
-        self, tokenizer: Any, text: str, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]
-    ) -> Parsed:
-        """Read the calls of a completion with this visible text. A response template reads its ids."""
+    def parse_whole(self, tokenizer: Any, text: str, full: str, prompt: Sequence[int], tools: Sequence[Tool]) -> Parsed:
+        """Read the calls of a completion with this visible text. A response template reads the full text, which has the
+        special tokens; the last one, which ends the turn, is no part of a field that the model left open."""
         if not self.has_template:
             return self.parse(text)
         try:
             given = [tool.for_template() for tool in tools]
-            message = tokenizer.parse_response(list(ids), prefix=list(prompt), tools=given or None)
+            said = full.removesuffix(tokenizer.eos_token or "")
+            message = tokenizer.parse_response(said, prefix=list(prompt), tools=given or None)
             calls = tuple(_read(call.get("function", call)) for call in message.get("tool_calls") or [])
             reasoning = message.get("thinking") or message.get("reasoning_content") or ""
             return Parsed(_text(message.get("content") or ""), calls, _text(reasoning))
@@ -108,20 +108,24 @@ class ToolForm:
             return len(text[:start].removesuffix("\n")) if text[:start].strip() else 0
         return len(text) - pending(text, (OPEN, "\n" + OPEN))
 
-    def grammar(self, must_call: Sequence[Tool], parallel: bool, output: Json | None) -> str:
-        """A grammar (engine/guide.py) for an answer that calls tools, or whose text follows a JSON schema."""
-        if not must_call:
+    def grammar(self, tools: Sequence[Tool], parallel: bool, output: Json | None) -> str:
+        """A grammar (engine/guide.py) for an answer that calls some of these tools, or whose text follows a JSON
+        schema, or either of the two if both are given."""
+        if not tools:
             assert output is not None
             return f"start: {_json(output)}\n"
-        if not self.is_hermes:
+        if not self.is_hermes and output is None:
             message = "this model's form of tool calls cannot be required: send tool_choice auto"
             raise ApiError(400, "no_grammar", message, "tool_choice")
+        if not self.is_hermes:
+            message = "this model's form of tool calls has no grammar: send tools or a schema for the answer, not both"
+            raise ApiError(400, "no_grammar", message, "tools")
         opening, closing = self._grammar_marks
         lines = ["start: calls" if output is None else "start: calls | output"]
         lines += [] if output is None else [f"output: {_json(output)}"]
         lines.append('calls: call ("\\n" call)*' if parallel else "calls: call")
-        lines.append("call: " + " | ".join(f"call_{n}" for n in range(len(must_call))))
-        for n, tool in enumerate(must_call):
+        lines.append("call: " + " | ".join(f"call_{n}" for n in range(len(tools))))
+        for n, tool in enumerate(tools):
             head = _dumps(f'\n{{"name": {_dumps(tool.name)}, "arguments": ')
             lines.append(f'call_{n}: {opening} {head} arguments_{n} "}}\\n" {closing}')
             lines.append(f"arguments_{n}: {_json({'type': 'object'} | tool.parameters)}")

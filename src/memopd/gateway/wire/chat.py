@@ -295,8 +295,8 @@ class ChatAnswer(_Answer):
         """Tool calls come whole, once it is certain that they are well formed."""
         if not said.calls and not said.reasoning:
             return self._ended(_CHUNK, self._chunk({"content": rest}, self._finished(said)), said)
-        deltas: list[Json] = [{"content": rest}] if rest else []
-        deltas += [{"reasoning_content": said.reasoning}] if said.reasoning else []
+        deltas: list[Json] = [{"reasoning_content": said.reasoning}] if said.reasoning else []
+        deltas += [{"content": rest}] if rest else []
         for n, call in enumerate(said.calls):
             begun = {"index": n, "id": call.id, "type": "function", "function": _function(call.name, "")}
             deltas += [

@@ -216,11 +216,12 @@ class MessagesAnswer:
 
     def closing(self, rest: str, said: Said) -> list[str]:
         """Tool calls come whole, once it is certain that they are well formed."""
-        events = self.piece(rest) if rest else []
-        events += [self._stop()] if self._is_open else []
-        if said.reasoning:
+        events: list[str] = []
+        if said.reasoning:  # of a response template, with which the text comes at the end too
             events.append(self._start({"type": "thinking", "thinking": "", "signature": ""}))
             events += [self._delta({"type": "thinking_delta", "thinking": said.reasoning}), self._stop()]
+        events += self.piece(rest) if rest else []
+        events += [self._stop()] if self._is_open else []
         for call in said.calls:
             events.append(self._start(_use(call) | {"input": {}}))
             events += [self._delta({"type": "input_json_delta", "partial_json": call.json}), self._stop()]
