@@ -2,10 +2,16 @@
 
 import sys
 import time
+from contextlib import closing
 
 import pytest
+import torch
+from tiny import recorded
 
-from memopd.train.log import Run
+from memopd.config import RunConfig
+from memopd.train import checkpoint
+from memopd.train.log import Run, open_run
+from memopd.train.metrics import read_metrics
 
 
 def test_a_stage_is_timed_also_if_it_fails(tmp_path):
@@ -41,3 +47,18 @@ def test_a_terminal_shows_step_stage_and_time(tmp_path, monkeypatch, capsys, ter
         assert (part in said.err) == terminal
     if not terminal:
         assert said.err == ""
+
+
+def test_a_run_whose_latest_is_lost_keeps_what_it_has(tmp_path):
+    """Only what came after its newest checkpoint is removed."""
+    with closing(open_run(tmp_path / "run", RunConfig(), resume=False)) as run:
+        for step in range(3):
+            run.metrics(step, {"reward": 1.0})
+            run.episodes(step, recorded())
+            if step < 2:
+                checkpoint.save(run.path, step + 1, {"student": {"w": torch.zeros(2)}}, keep=2)
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()
+    with closing(open_run(tmp_path / "run", RunConfig(), resume=True)) as run:
+        assert run.first == 2
+    assert [line["step"] for line in read_metrics(run.path)] == [0, 1]
+    assert sorted(f.stem for f in (run.path / "episodes").iterdir()) == ["step-000000", "step-000001"]
