@@ -34,6 +34,35 @@ def test_replay_goes_round(tmp_path):
     assert len(Replay(str(tmp_path / "store"), 100).episodes(7)) == 5
 
 
+def test_replay_keeps_the_episodes_of_a_task_together_for_who_compares_them(tmp_path, caplog):
+    """Four tasks of two episodes each, in the order in which they ended."""
+    ended = [replace(e, task_id=task) for e, task in zip(recorded(episodes=8), "abacbdcd", strict=True)]
+    write_episodes(tmp_path / "store", ended)
+
+    def tasks(algorithm: str, per_step: int) -> list[str]:
+        overrides = {"sampling.replay": str(tmp_path / "store"), "optimise.algorithm": algorithm}
+        config = load_config(workshop() / "config.toml", overrides | {"optimise.tasks": str(per_step)})
+        source = open_source(config, None, None, tmp_path)
+        return ["".join(e.task_id for e in source.episodes(step)) for step in range(2)]
+
+    assert tasks("ppo", 4) == ["abac", "bdcd"]
+    for algorithm in ("grpo", "rloo", "gspo"):
+        assert tasks(algorithm, 4) == ["aabb", "ccdd"]
+    assert not caplog.text
+    assert tasks("grpo", 3) == ["aab", "bcc"]
+    assert "2 of 8 episodes are compared with only a part of the episodes of their task" in caplog.text
+
+
+def test_each_visit_of_a_task_is_a_group_of_its_own_in_replay(tmp_path):
+    """A run that sampled has played task a in two steps."""
+    ids = [f"step-00000{step}/0000-{n}/a" for step in (0, 1) for n in (0, 1)]
+    store = [replace(e, id=id, task_id="a") for e, id in zip(recorded(episodes=8), ids, strict=False)]
+    other = [replace(e, task_id="b") for e in recorded(episodes=8)[4:6]]
+    write_episodes(tmp_path / "store", [*store[:2], other[0], *store[2:], other[1]])
+    source = Replay(str(tmp_path / "store"), 2, grouped=True)
+    assert [[e.id for e in source.episodes(s)] for s in range(3)] == [ids[:2], [e.id for e in other], ids[2:]]
+
+
 def test_a_store_from_a_cut_distribution_is_refused_before_a_model_is_loaded(tmp_path):
     (tmp_path / "c.toml").write_text(f'[model]\nstudent = "/nowhere"\n[sampling]\nreplay = "{tmp_path / "store"}"\n')
     episodes = recorded(episodes=8)[:2]
