@@ -34,6 +34,19 @@ def test_replay_goes_round(tmp_path):
     assert len(Replay(str(tmp_path / "store"), 100).episodes(7)) == 5
 
 
+def test_the_episodes_of_a_replay_that_goes_round_are_a_store_again(tmp_path):
+    """Every lap has ids of its own, also if the store is that of a replay that went round."""
+    write_episodes(tmp_path / "0" / "part.parquet", recorded(episodes=8)[:5])
+    for folder, again in (("0", "1"), ("1", "2")):
+        source = Replay(str(tmp_path / folder), 3)
+        for step in range(5):
+            write_episodes(tmp_path / again / f"step-{step:06d}.parquet", source.episodes(step))
+        ids = [e.id for e in read_episodes(tmp_path / again)]
+        assert len(set(ids)) == len(ids) == 15
+    assert ids[:6] == [*(f"demo-0{i}" for i in range(5)), "lap-1/demo-00"]
+    assert [e.id for e in source.episodes(5)] == ["lap-3/demo-00", "lap-3/demo-01", "lap-3/demo-02"]
+
+
 def test_replay_keeps_the_episodes_of_a_task_together_for_who_compares_them(tmp_path, caplog):
     """Four tasks of two episodes each, in the order in which they ended."""
     ended = [replace(e, task_id=task) for e, task in zip(recorded(episodes=8), "abacbdcd", strict=True)]

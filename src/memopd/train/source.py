@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -81,6 +82,8 @@ class Replay:
         if not self.recorded:
             raise ValueError(f"{path}: there is no episode in it to train on")
         self.per_step = min(per_step, len(self.recorded))
+        laps = [re.match(r"lap-(\d+)/", e.id) for e in self.recorded]  # of the run that wrote this store
+        self.before = max((int(found[1]) for found in laps if found), default=0)
         if grouped:
             self._group(path)
 
@@ -101,8 +104,13 @@ class Replay:
             )  # fmt: skip
 
     def episodes(self, step: int) -> list[Episode]:
-        at = step * self.per_step
-        return [self.recorded[(at + i) % len(self.recorded)] for i in range(self.per_step)]
+        return [self._episode(step * self.per_step + i) for i in range(self.per_step)]
+
+    def _episode(self, number: int) -> Episode:
+        """From the second lap on with an id of its own, because the run's episodes are a store too."""
+        lap, at = divmod(number, len(self.recorded))
+        episode = self.recorded[at]
+        return replace(episode, id=f"lap-{self.before + lap}/{episode.id}") if lap else episode
 
     def sampled_ahead(self) -> dict[int, list[Episode]]:
         return {}
@@ -281,9 +289,9 @@ class AheadSampler(Sampler):
 def _visit(id: str) -> str:
     """A run that samples plays a task again in later steps, and compares only the episodes of the same visit.
 
-    It is step-000012/0003 of step-000012/0003-1/TASK, and empty for the ids of others.
+    It is step-000012/0003 of step-000012/0003-1/TASK, and empty for the ids of others. Laps of a replay are visits too.
     """
-    found = re.match(r"step-\d+/\d+(?=-\d+/)", id)
+    found = re.match(r"(lap-\d+/)*(step-\d+/\d+(?=-\d+/))?", id)
     return found[0] if found else ""
 
 
