@@ -113,6 +113,17 @@ def test_the_same_episodes_are_left_out_in_all_three_arms(tmp_path):
     assert "loss_opd" not in metrics["none"]
 
 
+def test_if_all_episodes_are_left_out_the_reasons_are_shown(tmp_path):
+    """None of the calls is trainable, so no setting would help."""
+    context = [replace(e, calls=[replace(c, trainable=False) for c in e.calls]) for e in recorded(episodes=8)]
+    write_episodes(tmp_path / "store", context)
+    ended = memopd("train", workshop() / "config.toml", "--output", tmp_path / "run", "--replay", tmp_path / "store")
+    reason = "episode 'demo-00': none of its calls is trainable"
+    assert ended.line() == f"memopd: step 0: every episode was left out: {reason}"
+    assert f"left out: {reason}" in ended.err
+    assert "left out: 5 more" in ended.err
+
+
 @pytest.fixture
 def sampler(tmp_path):
     policy()

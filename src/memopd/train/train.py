@@ -43,7 +43,8 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                     episodes = source.episodes(step)
                 with run.stage("compile"):
                     kept, left_out = usable(episodes, config.optimise.budget, config.sampling.temperature)
-                    batches = compile_batches(kept, config.optimise, every.seed, step)
+                    warn_left_out(left_out)
+                    batches = compile_batches(kept, config.optimise, every.seed, step, left_out)
                 if step == 0 or (every.check_every and step % every.check_every == 0):
                     with run.stage("check"):
                         check_equivalence(learner, batches[0], output, step, run.progress)
@@ -60,7 +61,6 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                 if isinstance(source, Sampler) and every.dev_every and (step + 1) % every.dev_every == 0:
                     with run.stage("dev"):
                         metrics |= dev_quality(source, step + 1)
-                warn_left_out(left_out)
                 log_step(step, steps, metrics)
                 run.episodes(step, episodes)
                 run.traces(step, make_traces(kept, batches, terms, guides, learner.critic is not None))
