@@ -16,12 +16,15 @@ from memopd.cli.train import check_replay
 from memopd.compile import persistent_history
 from memopd.config import load_config
 from memopd.engine.vllm.engine import StaleWeights
+from memopd.models.support import length_limit
 from memopd.record import read_episodes, write_episodes
 from memopd.train import engines
+from memopd.train.engines import check_positions
 from memopd.train.learner import build
 from memopd.train.metrics import read_metrics
 from memopd.train.source import Replay, Sampler, open_source
 from memopd.types import Sampling
+from memopd.verify.families import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -189,6 +192,30 @@ def test_a_missing_file_is_one_line_before_a_model_is_loaded(verbs, setting, say
         line = memopd(verb, world() / f"{verb}.toml", "--output", tmp_path / verb, *options).line()
         assert says in line
         assert not (tmp_path / verb).exists()
+
+
+def test_sequences_that_pass_the_positions_of_the_model_are_one_line_before_it_is_loaded(tmp_path):
+    """The shape has 2,048 positions. sft samples only to evaluate, and the weights of a shape need not be loaded."""
+    for verb, model in (("train", "--model.student"), ("sft", "--sft.start")):
+        options = (model, world() / "shape.json", "--model.teacher", "/nowhere", "--tasks.max_context", "100000")
+        line = memopd(verb, world() / f"{verb}.toml", "--output", tmp_path / verb, *options).line()
+        assert "tasks.max_context = 100000 and sampling.max_tokens = 40 need 100040 positions" in line
+        assert line.endswith("shape.json has 2048: lower one of the two settings")
+        assert not (tmp_path / verb).exists()
+
+
+@pytest.mark.parametrize(("family", "limit"), [("qwen2", 512), ("phi3 (longrope)", 128)])
+def test_the_positions_are_those_of_the_local_engine(family, limit, tmp_path):
+    """Also where a rope changes its frequencies before the positions end."""
+    model = tiny_model(family)
+    model.config.save_pretrained(tmp_path)
+    assert length_limit(model, limit) == limit
+    settings = {"tasks.max_context": str(limit - 2), "sampling.max_tokens": "2"}
+    check_positions(load_config(world() / "train.toml", settings), str(tmp_path))
+    wrong = load_config(world() / "train.toml", settings | {"sampling.max_tokens": "3"})
+    with pytest.raises(ValueError, match=f"need {limit + 1} positions, and .* has {limit}: lower one"):
+        check_positions(wrong, str(tmp_path))
+    check_positions(replace(wrong, sampling=replace(wrong.sampling, servers=("http://one",))), str(tmp_path))
 
 
 class Echo:

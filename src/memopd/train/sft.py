@@ -28,6 +28,7 @@ from memopd.tasks.grading import answers_of
 from memopd.train import checkpoint, ranks
 from memopd.train.batch import MiniBatch, mini_batch, path_length
 from memopd.train.diagnostics import dev_quality, log_step, warn_left_out
+from memopd.train.engines import check_positions
 from memopd.train.learner import adamw, export_policy, trained_tensors
 from memopd.train.log import open_run
 from memopd.train.models import PolicyRoot, master_dtype, prepare
@@ -67,6 +68,8 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
     check_parts(config.tasks, needs_index=evaluated)
     check_attention(config.model.attention)
     check_sources(config, [*s.episodes, *s.dev], samples=evaluated)
+    if evaluated:
+        check_positions(config, s.start)
     with ranks.joined() as device, ExitStack() as open_now:
         run = open_now.enter_context(closing(open_run(output, config, resume)))
         tokenizer = load_tokenizer(s.tokenizer or s.start)

@@ -14,6 +14,7 @@ from memopd.train import checkpoint, ranks
 from memopd.train.batch import compile_batches, usable
 from memopd.train.check import check_equivalence
 from memopd.train.diagnostics import describe, dev_quality, log_step, off_policy, quality, warn_left_out
+from memopd.train.engines import check_positions
 from memopd.train.learner import build, check_objective, export_policy
 from memopd.train.log import open_run
 from memopd.train.scoring import score_batches
@@ -30,6 +31,8 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
     replay = config.sampling.replay
     check_parts(config.tasks, needs_index=not replay)
     check_sources(config, [replay] if replay else [], samples=not replay)
+    if not replay:
+        check_positions(config, config.model.student)
     with ranks.joined() as device, closing(open_run(output, config, resume)) as run:
         learner = build(config, device)
         learner.restore(run.checkpoint)
