@@ -249,6 +249,17 @@ def test_dev_wants_tasks(tmp_path):
         open_source(config, None, None, tmp_path)
 
 
+def test_a_replay_says_once_that_dev_is_not_measured(tmp_path, caplog):
+    """It is no error, because a configuration that samples may be used for a replay too."""
+    for every in ("0", "1"):
+        assert not caplog.messages
+        config = load_config(workshop() / "config.toml", {"run.dev_every": every})
+        source = open_source(config, None, None, tmp_path)
+        source.episodes(0)
+    (said,) = caplog.messages
+    assert said == "run.dev_every: dev is not measured, because a run with sampling.replay does not sample"
+
+
 def test_tasks_of_a_step(sampler):
     """Every task once a round, in a random order; so many samples of each; ids that never repeat."""
     source, _ = sampler(**{"optimise.tasks": "7", "optimise.samples": "2"})

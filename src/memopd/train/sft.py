@@ -63,6 +63,11 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         raise ValueError("sft.episodes: name the episode stores to imitate")
     if not steps:
         raise ValueError(f"sft.tokens: {s.tokens:,} are less than one update of {s.batch:,} (sft.batch)")
+    if every.dev_every and not (config.tasks.dev or s.dev):
+        raise ValueError(
+            "run.dev_every: name stores to measure the loss on in sft.dev or tasks to evaluate on in tasks.dev, or set "
+            "it to 0"
+        )
     evaluated = bool(every.dev_every and config.tasks.dev)
     check_adapters(config)
     check_parts(config.tasks, needs_index=evaluated)

@@ -63,6 +63,8 @@ def check_sources(config: RunConfig, stores: Sequence[str], samples: bool) -> No
 
 def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path, count: Count = uncounted) -> Source:
     if config.sampling.replay:
+        if config.run.dev_every and ranks.rank() == 0:
+            log.warning("run.dev_every: dev is not measured, because a run with sampling.replay does not sample")
         o = config.optimise
         return Replay(config.sampling.replay, o.tasks * o.samples, grouped=needs_group(algorithm_of(o)))
     if config.run.dev_every and not config.tasks.dev:
