@@ -70,6 +70,7 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         )
     evaluated = bool(every.dev_every and config.tasks.dev)
     check_adapters(config)
+    check_keep(s.keep)
     check_parts(config.tasks, needs_index=evaluated)
     check_attention(config.model.attention)
     check_sources(config, [*s.episodes, *s.dev], samples=evaluated)
@@ -148,8 +149,7 @@ def load_examples(
     stores: Sequence[str], keep: Sequence[str], decode: Callable[[Ids], str], budget: int, limit: int | None = None
 ) -> list[Example]:
     """The paper's filters: `correct` keeps episodes with full reward, `valid` those whose responses close all tags."""
-    if unknown := set(keep) - {"correct", "valid"}:
-        raise ValueError(f"sft.keep: {', '.join(sorted(unknown))}: choose from correct, valid")
+    check_keep(keep)
     examples: list[Example] = []
     too_long: list[str] = []
     for episode in _first(stores, limit):
@@ -166,6 +166,11 @@ def load_examples(
     if stores and not examples:
         raise ValueError(f"{', '.join(stores)}: no episode is left (sft.keep {','.join(keep)}, budget {budget})")
     return examples
+
+
+def check_keep(keep: Iterable[str]) -> None:
+    if unknown := set(keep) - {"correct", "valid"}:
+        raise ValueError(f"sft.keep: {', '.join(sorted(unknown))}: choose from correct, valid")
 
 
 def _first(stores: Iterable[str], limit: int | None) -> Iterable[Episode]:
