@@ -302,6 +302,7 @@ def test_the_schema_says_what_a_setting_is():
         section, _, field = name.partition(".")
         assert part["default"] == defaults[section][field]
         assert part["description"]
+    assert "needs a reward that is 0 for a wrong number of answers" in settings["sft.keep"]["description"]
     assert settings["model.dtype"]["enum"] == ["float32", "bfloat16", "float64"]
     gamma = settings["optimise.gamma"]
     assert (gamma["type"], gamma["minimum"], gamma["maximum"]) == ("number", 0, 1)
