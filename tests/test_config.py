@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memopd.cli.config import overrides
+from memopd.cli.config import check, overrides
 from memopd.cli.options import Protocol
 from memopd.config import (
     EVALUATED,
@@ -216,6 +216,19 @@ def test_the_resolved_settings_of_an_older_version_are_read(caplog):
 # The command.
 
 
+@pytest.mark.parametrize("wrong", ["optimise.algorithm", "teacher.divergence", "model.attention", "tasks.environment"])
+def test_the_command_checks_the_names_of_parts(wrong):
+    with pytest.raises(ValueError, match=rf"^{wrong}: 'nowhere:Part': No module named 'nowhere'"):
+        check(load_config(TRAINING, {wrong: "nowhere:Part"}))
+    with pytest.raises(ValueError, match=r"compares the episodes of a task: optimise\.samples must be 2 or more"):
+        check(load_config(TRAINING, {"optimise.samples": "1"}))
+
+
+@pytest.mark.parametrize("file", [*SHIPPED, TRAINING, *REAL], ids=lambda file: file.stem)
+def test_the_shipped_configurations_pass_the_checks_of_the_command(file):
+    check(load_config(file))
+
+
 def memopd(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "memopd.cli", "config", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -256,6 +269,7 @@ def test_every_setting_of_a_protocol_is_a_setting():
         ((TRAINING, "--schema"), "give a CONFIG to check and print, or --schema alone"),
         ((TRAINING, "--optimise.steps", "0"), "--optimise.steps: must be above 0, got 0"),
         ((TRAINING, "--steps", "3"), "'--steps': no such option; give settings as --section.field value"),
+        ((TRAINING, "--sft.keep", "best"), "sft.keep: best: choose from correct, valid"),
     ],
 )
 def test_the_command_refuses_in_one_line(arguments, complaint):
@@ -288,6 +302,7 @@ def test_the_schema_says_what_a_setting_is():
         section, _, field = name.partition(".")
         assert part["default"] == defaults[section][field]
         assert part["description"]
+    assert "needs a reward that is 0 for a wrong number of answers" in settings["sft.keep"]["description"]
     assert settings["model.dtype"]["enum"] == ["float32", "bfloat16", "float64"]
     gamma = settings["optimise.gamma"]
     assert (gamma["type"], gamma["minimum"], gamma["maximum"]) == ("number", 0, 1)

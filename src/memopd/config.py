@@ -236,7 +236,8 @@ class SftConfig:
     dev: Texts = Field(default=(), description="episode stores to measure the loss on")
     keep: Texts = Field(
         default=("correct", "valid"),
-        description="conditions that an interaction must meet to be imitated; the default is the paper's",
+        description="conditions that an interaction must meet to be imitated; the default is the paper's; correct "
+        "needs a reward that is 0 for a wrong number of answers, as em and f1 are and em_partial is not",
     )
     tokens: Positive = Field(default=50_000_000, description="total number of tokens to train on, prompts included")
     batch: Positive = Field(default=24_576, description="tokens per optimiser step")

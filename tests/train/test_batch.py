@@ -163,8 +163,10 @@ def test_another_distribution_is_refused(sampling, complaint):
 
 
 def test_nothing_left():
-    with pytest.raises(ValueError, match="step 4: every episode was left out"):
-        compile_batches([], OptimiseConfig(), 0, 4)
+    """The error has the first reason, and gives no advice that may not help."""
+    reason = "episode 'e': none of its calls is trainable"
+    with pytest.raises(ValueError, match=f"^step 4: every episode was left out: {reason}$"):
+        compile_batches([], OptimiseConfig(), 0, 4, [reason, "another"])
 
 
 def test_thinking_ends_with_the_token_that_closes_it():

@@ -130,3 +130,26 @@ def test_broken_off_anywhere_the_last_one_is_intact(owner, name, nth, tmp_path, 
     assert read_whole(folder, "student")["w"].unique().tolist() == [step]
     save(tmp_path, 2, tensors(2), keep=1)
     assert read_state(latest(tmp_path))["step"] == 2
+
+
+def test_without_latest_the_newest_complete_one_is_used(tmp_path):
+    """Also the first one, if the run was killed before it wrote `latest`. No checkpoint is no reason to start again."""
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(checkpoint, "whole", _killed)
+        save(tmp_path, 1, tensors(1), keep=3)
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step-000001"
+    for step in (2, 1_000_000, 999_999):
+        save(tmp_path, step, tensors(step), keep=9)
+    (tmp_path / "checkpoints" / "latest").unlink()
+    (tmp_path / "checkpoints" / "step-2000000").mkdir()  # not complete
+    newest = latest(tmp_path)
+    assert newest.name == "step-1000000"
+    assert read_state(newest)["step"] == 1_000_000
+    (newest / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=r"step-1000000: not a complete checkpoint .* write step-999999 into "):
+        latest(tmp_path)
+    assert latest(tmp_path / "elsewhere") is None
+
+
+def _killed(*arguments, **options):
+    raise KeyboardInterrupt

@@ -277,7 +277,7 @@ def test_what_the_advice_says_works(finished, tmp_path):
         (["--model.student", ""], "model.student: name a model folder"),
         (["--model.teacher", ""], 'model.teacher: name one, or set teacher.state to "none"'),
         (["--sampling.temperature", "0.7"], "was sampled at temperature 1.0: set sampling.temperature to it"),
-        (["--optimise.budget", "20"], "every episode was left out; raise optimise.budget"),
+        (["--optimise.budget", "20"], "rows and the budget is 20"),
         (["--replay", ""], "tasks.index: name an index folder"),
         (["--replay", "/nowhere"], "/nowhere"),
         (["--optimise.lr", "fast"], '--optimise.lr: must be a number, got "fast"'),

@@ -338,6 +338,11 @@ def test_settings_that_do_not_agree_are_one_line(tmp_path):
         settings(lora__dropout="0.1")
     with pytest.raises(ValueError, match=r"model.adapter: set lora.rank to train it"):
         check_objective(settings(lora__rank="0"))
+    for name, value in (("alpha", "8"), ("targets", "q_proj")):
+        without = load_config(shop() / "config.toml", {f"lora.{name}": value})
+        with pytest.raises(ValueError, match=rf"lora\.{name}: set lora.rank to train adapters; with lora.rank = 0 all"):
+            check_objective(without)
+    check_objective(load_config(shop() / "config.toml", {"lora.alpha": "0"}))  # the default
     wrong = r"lora-start has lora.rank = 4, lora.alpha = 8 and lora.targets = down_proj,gate_proj,k_proj,o_proj,"
     for change in ({"lora__rank": "8"}, {"lora__alpha": "0", "lora__rank": "2"}, {"lora__targets": "q_proj,v_proj"}):
         with pytest.raises(ValueError, match=wrong):

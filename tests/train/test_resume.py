@@ -11,7 +11,7 @@ from live import policy, world
 from safetensors.torch import load_file
 
 from memopd.record import read_episodes
-from memopd.train.metrics import read_metrics
+from memopd.train.metrics import is_ours, read_metrics
 
 
 def train(output: Path, *more: str) -> Command:
@@ -119,6 +119,7 @@ def test_episodes_have_several_calls_and_rewards_differ():
     assert all(m["first_ratio_error"] == 0 for m in lines)
     assert all(m["sampler_gap_p99"] < 1e-4 for m in lines)
     assert {"em", "f1", "dev_em", "dev_f1"} <= lines[-2].keys()
+    assert all(is_ours(name) for line in lines for name in line)
 
 
 def test_a_finished_run_can_be_resumed_and_stays_as_it_is(tmp_path):

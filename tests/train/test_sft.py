@@ -148,6 +148,7 @@ def test_imitation_is_the_mean_over_the_whole_batch():
         (["--sft.episodes", ""], "sft.episodes: name the episode stores"),
         (["--sft.tokens", "100"], "sft.tokens: 100 are less than one update of"),
         (["--sft.tokenizer", ""], "shape.json: no tokenizer can be loaded from it"),
+        (["--tasks.dev=", "--sft.dev="], "run.dev_every: name stores to measure the loss on in sft.dev or tasks"),
         (["--keep", "best"], "sft.keep: best: choose from correct, valid"),
         (["--sft.episodes", "/nowhere"], "/nowhere"),
     ],

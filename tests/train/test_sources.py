@@ -16,12 +16,15 @@ from memopd.cli.train import check_replay
 from memopd.compile import persistent_history
 from memopd.config import load_config
 from memopd.engine.vllm.engine import StaleWeights
+from memopd.models.support import length_limit
 from memopd.record import read_episodes, write_episodes
 from memopd.train import engines
+from memopd.train.engines import check_positions
 from memopd.train.learner import build
 from memopd.train.metrics import read_metrics
 from memopd.train.source import Replay, Sampler, open_source
 from memopd.types import Sampling
+from memopd.verify.families import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -32,6 +35,48 @@ def test_replay_goes_round(tmp_path):
     ids = [[e.id[-1] for e in source.episodes(step)] for step in range(3)]
     assert ids == [["0", "1", "2"], ["3", "4", "0"], ["1", "2", "3"]]
     assert len(Replay(str(tmp_path / "store"), 100).episodes(7)) == 5
+
+
+def test_the_episodes_of_a_replay_that_goes_round_are_a_store_again(tmp_path):
+    """Every lap has ids of its own, also if the store is that of a replay that went round."""
+    write_episodes(tmp_path / "0" / "part.parquet", recorded(episodes=8)[:5])
+    for folder, again in (("0", "1"), ("1", "2")):
+        source = Replay(str(tmp_path / folder), 3)
+        for step in range(5):
+            write_episodes(tmp_path / again / f"step-{step:06d}.parquet", source.episodes(step))
+        ids = [e.id for e in read_episodes(tmp_path / again)]
+        assert len(set(ids)) == len(ids) == 15
+    assert ids[:6] == [*(f"demo-0{i}" for i in range(5)), "lap-1/demo-00"]
+    assert [e.id for e in source.episodes(5)] == ["lap-3/demo-00", "lap-3/demo-01", "lap-3/demo-02"]
+
+
+def test_replay_keeps_the_episodes_of_a_task_together_for_who_compares_them(tmp_path, caplog):
+    """Four tasks of two episodes each, in the order in which they ended."""
+    ended = [replace(e, task_id=task) for e, task in zip(recorded(episodes=8), "abacbdcd", strict=True)]
+    write_episodes(tmp_path / "store", ended)
+
+    def tasks(algorithm: str, per_step: int) -> list[str]:
+        overrides = {"sampling.replay": str(tmp_path / "store"), "optimise.algorithm": algorithm}
+        config = load_config(workshop() / "config.toml", overrides | {"optimise.tasks": str(per_step)})
+        source = open_source(config, None, None, tmp_path)
+        return ["".join(e.task_id for e in source.episodes(step)) for step in range(2)]
+
+    assert tasks("ppo", 4) == ["abac", "bdcd"]
+    for algorithm in ("grpo", "rloo", "gspo"):
+        assert tasks(algorithm, 4) == ["aabb", "ccdd"]
+    assert not caplog.text
+    assert tasks("grpo", 3) == ["aab", "bcc"]
+    assert "2 of 8 episodes are compared with only a part of the episodes of their task" in caplog.text
+
+
+def test_each_visit_of_a_task_is_a_group_of_its_own_in_replay(tmp_path):
+    """A run that sampled has played task a in two steps."""
+    ids = [f"step-00000{step}/0000-{n}/a" for step in (0, 1) for n in (0, 1)]
+    store = [replace(e, id=id, task_id="a") for e, id in zip(recorded(episodes=8), ids, strict=False)]
+    other = [replace(e, task_id="b") for e in recorded(episodes=8)[4:6]]
+    write_episodes(tmp_path / "store", [*store[:2], other[0], *store[2:], other[1]])
+    source = Replay(str(tmp_path / "store"), 2, grouped=True)
+    assert [[e.id for e in source.episodes(s)] for s in range(3)] == [ids[:2], [e.id for e in other], ids[2:]]
 
 
 def test_a_store_from_a_cut_distribution_is_refused_before_a_model_is_loaded(tmp_path):
@@ -69,6 +114,17 @@ def test_the_same_episodes_are_left_out_in_all_three_arms(tmp_path):
     assert all(metrics["aligned"][n] == metrics["persistent"][n] == metrics["none"][n] for n in same)
     assert metrics["aligned"]["loss_opd"] != metrics["persistent"]["loss_opd"]
     assert "loss_opd" not in metrics["none"]
+
+
+def test_if_all_episodes_are_left_out_the_reasons_are_shown(tmp_path):
+    """None of the calls is trainable, so no setting would help."""
+    context = [replace(e, calls=[replace(c, trainable=False) for c in e.calls]) for e in recorded(episodes=8)]
+    write_episodes(tmp_path / "store", context)
+    ended = memopd("train", workshop() / "config.toml", "--output", tmp_path / "run", "--replay", tmp_path / "store")
+    reason = "episode 'demo-00': none of its calls is trainable"
+    assert ended.line() == f"memopd: step 0: every episode was left out: {reason}"
+    assert f"left out: {reason}" in ended.err
+    assert "left out: 5 more" in ended.err
 
 
 @pytest.fixture
@@ -138,6 +194,30 @@ def test_a_missing_file_is_one_line_before_a_model_is_loaded(verbs, setting, say
         assert not (tmp_path / verb).exists()
 
 
+def test_sequences_that_pass_the_positions_of_the_model_are_one_line_before_it_is_loaded(tmp_path):
+    """The shape has 2,048 positions. sft samples only to evaluate, and the weights of a shape need not be loaded."""
+    for verb, model in (("train", "--model.student"), ("sft", "--sft.start")):
+        options = (model, world() / "shape.json", "--model.teacher", "/nowhere", "--tasks.max_context", "100000")
+        line = memopd(verb, world() / f"{verb}.toml", "--output", tmp_path / verb, *options).line()
+        assert "tasks.max_context = 100000 and sampling.max_tokens = 40 need 100040 positions" in line
+        assert line.endswith("shape.json has 2048: lower one of the two settings")
+        assert not (tmp_path / verb).exists()
+
+
+@pytest.mark.parametrize(("family", "limit"), [("qwen2", 512), ("phi3 (longrope)", 128)])
+def test_the_positions_are_those_of_the_local_engine(family, limit, tmp_path):
+    """Also where a rope changes its frequencies before the positions end."""
+    model = tiny_model(family)
+    model.config.save_pretrained(tmp_path)
+    assert length_limit(model, limit) == limit
+    settings = {"tasks.max_context": str(limit - 2), "sampling.max_tokens": "2"}
+    check_positions(load_config(world() / "train.toml", settings), str(tmp_path))
+    wrong = load_config(world() / "train.toml", settings | {"sampling.max_tokens": "3"})
+    with pytest.raises(ValueError, match=f"need {limit + 1} positions, and .* has {limit}: lower one"):
+        check_positions(wrong, str(tmp_path))
+    check_positions(replace(wrong, sampling=replace(wrong.sampling, servers=("http://one",))), str(tmp_path))
+
+
 class Echo:
     """A whole environment without an index: say anything; one answer per turn, two turns."""
 
@@ -167,6 +247,17 @@ def test_dev_wants_tasks(tmp_path):
     config = load_config(world() / "train.toml", {"run.dev_every": "1", "tasks.dev": ""})
     with pytest.raises(ValueError, match=r"tasks\.dev, or set it to 0"):
         open_source(config, None, None, tmp_path)
+
+
+def test_a_replay_says_once_that_dev_is_not_measured(tmp_path, caplog):
+    """It is no error, because a configuration that samples may be used for a replay too."""
+    for every in ("0", "1"):
+        assert not caplog.messages
+        config = load_config(workshop() / "config.toml", {"run.dev_every": every})
+        source = open_source(config, None, None, tmp_path)
+        source.episodes(0)
+    (said,) = caplog.messages
+    assert said == "run.dev_every: dev is not measured, because a run with sampling.replay does not sample"
 
 
 def test_tasks_of_a_step(sampler):

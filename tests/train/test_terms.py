@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from memopd.config import OptimiseConfig
+from memopd.train import algorithms
 from memopd.train.algorithms import Credit, algorithm_of
 from memopd.train.batch import mini_batch
 from memopd.train.scoring import Scored
@@ -128,6 +129,17 @@ class Returns:
             Returns(Credit(torch.zeros(5), metrics={"mine": torch.ones(())})),
             "metrics as numbers, got Tensor for 'mine'",
         ),
+        (Returns(Credit(torch.ones(5, dtype=torch.long))), r"advantage as floating-point numbers, got torch\.int64"),
+        (
+            Returns(Credit(torch.zeros(5), torch.zeros(5, dtype=torch.bool))),
+            r"target as floating-point numbers, got torch\.bool",
+        ),
+        (
+            Returns(Credit(torch.zeros(5), metrics={"step": 7.0})),
+            "to its metric 'step': MemOPD writes one",
+        ),
+        (Returns(Credit(torch.zeros(5), metrics={"reward": 123.0})), "another name to its metric 'reward'"),
+        (Returns(Credit(torch.zeros(5), metrics={"seconds_mine": 1.0})), "another name to its metric 'seconds_mine'"),
     ],
 )
 def test_a_wrong_credit_is_named(algorithm, message):
@@ -139,3 +151,17 @@ def test_an_algorithm_may_measure():
     _, summary = make_terms(*two_mini_batches(), Returns(Credit(torch.arange(5.0), metrics={"mine": 3.0})))
     assert summary["mine"] == 3.0
     assert summary["advantage_std"] == pytest.approx(2.5**0.5)
+
+
+def test_a_credit_with_a_gradient_is_detached():
+    credit = Credit(torch.ones(5, requires_grad=True), torch.ones(5, requires_grad=True))
+    made, _ = make_terms(*two_mini_batches(), Returns(credit, needs_critic=True))
+    assert not any(t.advantage.requires_grad or t.target.requires_grad for t in made)
+
+
+def test_a_subclass_of_ppo_may_hand_on_its_spread():
+    class Mine(algorithms.PPO):
+        def credit(self, experience):
+            return super().credit(experience)
+
+    assert make_terms(*two_mini_batches(), Mine(clip=0.2))[1]["advantage_std"] > 0

@@ -75,6 +75,14 @@ def test_lost_tokens_are_counted_and_not_compared(model):
     assert rows["realign"].top1 == 1
 
 
+def test_an_arm_that_keeps_no_token_is_a_note(model):
+    """Realign gives up a response that the next prompt does not contain, and nothing is learnt from an aborted one."""
+    aborted = Episode("a", "t", [Call(Q, A0), Call([*Q, 40, 41], A2, stop="aborted")])
+    report = audit(model, [aborted], "dense")
+    assert [a.arm for a in report.arms] == ["persistent history", "fork"]
+    assert "realign: not measured: it keeps none of the 2 sampled tokens" in report.notes
+
+
 def test_a_trainer_that_encodes_text_again_is_wrong_from_there_on(model, monkeypatch):
     def canonical(ids):
         return np.array([10, 77] if ids.tolist() == A0 else ids.tolist(), np.int32)

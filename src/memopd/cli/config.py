@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memopd.cli.options import Convention
+
+if TYPE_CHECKING:
+    from memopd.config import RunConfig
 
 app = typer.Typer()
 
@@ -31,7 +34,22 @@ def config(
     if file is None:
         print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     else:
-        print(load_config(file, overrides(context.args, {}, protocol)).as_json(), end="")
+        settings = load_config(file, overrides(context.args, {}, protocol))
+        check(settings)
+        print(settings.as_json(), end="")
+
+
+def check(settings: RunConfig) -> None:
+    """The checks of `memopd train` and `memopd sft` that need no model, no store and no index."""
+    from memopd.agent.parts import check_parts
+    from memopd.attention import check_attention
+    from memopd.train.learner import check_objective
+    from memopd.train.sft import check_keep
+
+    check_objective(settings)
+    check_attention(settings.model.attention)
+    check_parts(settings.tasks, needs_index=False)  # sft has none
+    check_keep(settings.sft.keep)
 
 
 def overrides(

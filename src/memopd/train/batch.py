@@ -183,9 +183,12 @@ def _check_distribution(episode: Episode, temperature: float) -> None:
         )
 
 
-def compile_batches(episodes: list[Episode], config: OptimiseConfig, seed: int, step: int) -> list[MiniBatch]:
+def compile_batches(
+    episodes: list[Episode], config: OptimiseConfig, seed: int, step: int, left_out: Sequence[str] = ()
+) -> list[MiniBatch]:
+    """The mini-batches of a step. `left_out` are the reasons why it has no other episodes."""
     if not episodes:
-        raise ValueError(f"step {step}: every episode was left out; raise optimise.budget or lower tasks.max_context")
+        raise ValueError(": ".join([f"step {step}: every episode was left out", *left_out[:1]]))
     o = config
     groups = draw(len(episodes), o.mini_batch, seed, step)
     return [mini_batch([episodes[i] for i in group], o.budget, o.micro_batch, o.share) for group in groups]

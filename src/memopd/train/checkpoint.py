@@ -5,6 +5,7 @@
         state.json                           step, sizes and digests of the files, and a digest of itself; written last
     checkpoints/latest                       the newest complete checkpoint and the digest of its state.json; written
                                              after it. You may write another checkpoint's name there, without a digest.
+                                             If it is missing, the newest complete folder is used.
 
 A reader checks every digest before it uses a file: a changed bit would resume silently with other weights.
 
@@ -94,10 +95,17 @@ def _digest_of(content: dict[str, Any]) -> str:
 
 
 def latest(run: Path) -> Path | None:
-    """The folder that `latest` names. Raises an error if `latest` or the checkpoint's state.json is damaged."""
+    """The folder that `latest` names. Raises an error if `latest` or the checkpoint's state.json is damaged.
+
+    Without `latest` it is the newest complete folder: `latest` was lost, or the run was killed just before the first.
+    """
     pointer = run / "checkpoints" / "latest"
     if not pointer.is_file():
-        return None
+        complete = [f for f in pointer.parent.glob("step-*") if (f / "state.json").is_file()]
+        newest = max(complete, key=lambda f: int(f.name.removeprefix("step-")), default=None)
+        if newest is not None:
+            _state(newest)
+        return newest
     text = pointer.read_bytes().decode(errors="replace")
     name, _, expected = text.removesuffix("\n").partition(" ")
     folder = pointer.parent / name

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 
 from memopd.agent.codec import prefix_of
 from memopd.agent.protocol import user_message
@@ -14,8 +16,11 @@ from memopd.compile import compile_calls
 from memopd.config import RunConfig
 from memopd.engine.local import LocalEngine
 from memopd.engine.vllm import VllmEngine, rounding_tolerance
+from memopd.files import read_object
 from memopd.models.adapters import save_adapter
+from memopd.models.folder import check_on_hub, is_folder
 from memopd.models.sampled import DEVICES, SamplingCopy
+from memopd.models.support import DEFAULT_LENGTH, rope_switch
 from memopd.score import packed_logprobs
 from memopd.tasks.files import read_tasks
 from memopd.train import ranks
@@ -25,6 +30,30 @@ from memopd.verify.equivalence import MORE_PRECISE, name_of
 
 PROMPTS, TOKENS = 4, 16  # for the verification of servers: prompts, and tokens per prompt
 KEPT = 0.1  # of a GPU's memory: a cache up to this size stays between steps, which saves capturing CUDA graphs again
+
+
+def check_positions(config: RunConfig, path: str) -> None:
+    """Check, before any model is loaded, that the longest sequence fits into the positions of the one that samples."""
+    context, response = config.tasks.max_context, config.sampling.max_tokens
+    if not path or config.sampling.servers:
+        return
+    if not is_folder(path):
+        check_on_hub(path)
+    try:
+        if Path(path).is_file():
+            shape = transformers.AutoConfig.for_model(**read_object(Path(path)))
+        else:
+            shape = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        limit = getattr(shape.get_text_config(), "max_position_embeddings", None) or DEFAULT_LENGTH
+        switch = rope_switch(SimpleNamespace(config=shape))
+    except Exception:  # loading the model says what is wrong with it
+        return
+    limit = min(limit, switch[1]) if switch else limit  # as `length_limit`, which needs a model
+    if context + response > limit:
+        raise ValueError(
+            f"tasks.max_context = {context} and sampling.max_tokens = {response} need {context + response} positions, "
+            f"and {path} has {limit}: lower one of the two settings"
+        )
 
 
 class LocalPolicy:

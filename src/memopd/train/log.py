@@ -111,7 +111,7 @@ class Run:
         self.seconds = {}
         if ranks.rank() != 0:
             return
-        line = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items()}
+        line = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items() if k != "step"}
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         sync(self.path / "metrics.jsonl")  # before a checkpoint that includes this step

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memopd.config import RunConfig
+from memopd.config import LoraSettings, RunConfig
 from memopd.models.adapters import (
     adapted_layers,
     adapter_weights,
@@ -125,6 +125,11 @@ def check_adapters(config: RunConfig) -> None:
     """Check what can be checked of the settings alone."""
     if config.model.adapter and not config.lora.rank:
         raise ValueError("model.adapter: set lora.rank to train it, or merge it into its base first (memopd merge)")
+    for name in ("alpha", "targets"):
+        if not config.lora.rank and getattr(config.lora, name) != getattr(LoraSettings(), name):
+            raise ValueError(
+                f"lora.{name}: set lora.rank to train adapters; with lora.rank = 0 all weights are trained"
+            )
 
 
 def _base_with_student(config: RunConfig, path: str) -> torch.nn.Module:

@@ -28,6 +28,7 @@ from memopd.tasks.grading import answers_of
 from memopd.train import checkpoint, ranks
 from memopd.train.batch import MiniBatch, mini_batch, path_length
 from memopd.train.diagnostics import dev_quality, log_step, warn_left_out
+from memopd.train.engines import check_positions
 from memopd.train.learner import adamw, export_policy, trained_tensors
 from memopd.train.log import open_run
 from memopd.train.models import PolicyRoot, master_dtype, prepare
@@ -62,11 +63,19 @@ def sft(config: RunConfig, output: Path, resume: bool = False) -> dict[str, floa
         raise ValueError("sft.episodes: name the episode stores to imitate")
     if not steps:
         raise ValueError(f"sft.tokens: {s.tokens:,} are less than one update of {s.batch:,} (sft.batch)")
+    if every.dev_every and not (config.tasks.dev or s.dev):
+        raise ValueError(
+            "run.dev_every: name stores to measure the loss on in sft.dev or tasks to evaluate on in tasks.dev, or set "
+            "it to 0"
+        )
     evaluated = bool(every.dev_every and config.tasks.dev)
     check_adapters(config)
+    check_keep(s.keep)
     check_parts(config.tasks, needs_index=evaluated)
     check_attention(config.model.attention)
     check_sources(config, [*s.episodes, *s.dev], samples=evaluated)
+    if evaluated:
+        check_positions(config, s.start)
     with ranks.joined() as device, ExitStack() as open_now:
         run = open_now.enter_context(closing(open_run(output, config, resume)))
         tokenizer = load_tokenizer(s.tokenizer or s.start)
@@ -140,8 +149,7 @@ def load_examples(
     stores: Sequence[str], keep: Sequence[str], decode: Callable[[Ids], str], budget: int, limit: int | None = None
 ) -> list[Example]:
     """The paper's filters: `correct` keeps episodes with full reward, `valid` those whose responses close all tags."""
-    if unknown := set(keep) - {"correct", "valid"}:
-        raise ValueError(f"sft.keep: {', '.join(sorted(unknown))}: choose from correct, valid")
+    check_keep(keep)
     examples: list[Example] = []
     too_long: list[str] = []
     for episode in _first(stores, limit):
@@ -158,6 +166,11 @@ def load_examples(
     if stores and not examples:
         raise ValueError(f"{', '.join(stores)}: no episode is left (sft.keep {','.join(keep)}, budget {budget})")
     return examples
+
+
+def check_keep(keep: Iterable[str]) -> None:
+    if unknown := set(keep) - {"correct", "valid"}:
+        raise ValueError(f"sft.keep: {', '.join(sorted(unknown))}: choose from correct, valid")
 
 
 def _first(stores: Iterable[str], limit: int | None) -> Iterable[Episode]:

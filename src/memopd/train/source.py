@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -20,6 +22,7 @@ from memopd.retrieval.index import is_service, read_info
 from memopd.tasks import Task
 from memopd.tasks.files import HUB, read_tasks
 from memopd.train import ranks
+from memopd.train.algorithms import algorithm_of, needs_group
 from memopd.train.engines import LocalPolicy, ServedPolicy
 from memopd.train.models import PolicyRoot
 from memopd.types import Episode, Sampling
@@ -60,24 +63,56 @@ def check_sources(config: RunConfig, stores: Sequence[str], samples: bool) -> No
 
 def open_source(config: RunConfig, root: PolicyRoot, tokenizer: Any, run: Path, count: Count = uncounted) -> Source:
     if config.sampling.replay:
-        return Replay(config.sampling.replay, config.optimise.tasks * config.optimise.samples)
+        if config.run.dev_every and ranks.rank() == 0:
+            log.warning("run.dev_every: dev is not measured, because a run with sampling.replay does not sample")
+        o = config.optimise
+        return Replay(config.sampling.replay, o.tasks * o.samples, grouped=needs_group(algorithm_of(o)))
     if config.run.dev_every and not config.tasks.dev:
         raise ValueError("run.dev_every: name the tasks to evaluate on in tasks.dev, or set it to 0")
     return (AheadSampler if config.sampling.ahead else Sampler)(config, root, tokenizer, run, count)
 
 
 class Replay:
-    """The same recorded episodes in the same order, independent of the policy."""
+    """The same recorded episodes in the same order, independent of the policy.
 
-    def __init__(self, path: str, per_step: int) -> None:
+    A store may have its episodes in the order in which they ended. `grouped` is for algorithms that compare the
+    episodes of a task: these then follow each other, so that a step has all of them.
+    """
+
+    def __init__(self, path: str, per_step: int, grouped: bool = False) -> None:
         self.recorded = list(read_episodes(path))
         if not self.recorded:
             raise ValueError(f"{path}: there is no episode in it to train on")
         self.per_step = min(per_step, len(self.recorded))
+        laps = [re.match(r"lap-(\d+)/", e.id) for e in self.recorded]  # of the run that wrote this store
+        self.before = max((int(found[1]) for found in laps if found), default=0)
+        if grouped:
+            self._group(path)
+
+    def _group(self, path: str) -> None:
+        groups: dict[tuple[str, str], list[Episode]] = {}
+        for episode in self.recorded:
+            groups.setdefault((episode.task_id, _visit(episode.id)), []).append(episode)
+        self.recorded = [episode for group in groups.values() for episode in group]
+        split, at = 0, 0
+        for group in groups.values():
+            if at // self.per_step != (at + len(group) - 1) // self.per_step:
+                split += len(group)
+            at += len(group)
+        if split and ranks.rank() == 0:
+            log.warning(
+                "%s: %d of %d episodes are compared with only a part of the episodes of their task, which two steps "
+                "share: make optimise.tasks × optimise.samples a multiple of the episodes per task", path, split, at,
+            )  # fmt: skip
 
     def episodes(self, step: int) -> list[Episode]:
-        at = step * self.per_step
-        return [self.recorded[(at + i) % len(self.recorded)] for i in range(self.per_step)]
+        return [self._episode(step * self.per_step + i) for i in range(self.per_step)]
+
+    def _episode(self, number: int) -> Episode:
+        """From the second lap on with an id of its own, because the run's episodes are a store too."""
+        lap, at = divmod(number, len(self.recorded))
+        episode = self.recorded[at]
+        return replace(episode, id=f"lap-{self.before + lap}/{episode.id}") if lap else episode
 
     def sampled_ahead(self) -> dict[int, list[Episode]]:
         return {}
@@ -251,6 +286,15 @@ class AheadSampler(Sampler):
         if step in self._begun:
             self._complete[step] = self._together(self._pairs(step), self._begun.pop(step).result())
         return self._complete[step]
+
+
+def _visit(id: str) -> str:
+    """A run that samples plays a task again in later steps, and compares only the episodes of the same visit.
+
+    It is step-000012/0003 of step-000012/0003-1/TASK, and empty for the ids of others. Laps of a replay are visits too.
+    """
+    found = re.match(r"(lap-\d+/)*(step-\d+/\d+(?=-\d+/))?", id)
+    return found[0] if found else ""
 
 
 def versions(episodes: Sequence[Episode]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from memopd.train.advantages import explained_variance
 from memopd.train.algorithms import SETTING, Algorithm, Credit, Experience, spread
 from memopd.train.batch import Ints, MiniBatch
 from memopd.train.later import Later, held, maybe_later, unknown
+from memopd.train.metrics import is_ours
 from memopd.train.scoring import Scored
 
 
@@ -96,7 +97,7 @@ def _renumbered(indices: list[Ints], sizes: list[int]) -> Tensor:
 
 
 def checked_credit(algorithm: Algorithm, credit: Credit, experience: Experience) -> Credit:
-    """Check the result of a user's `credit` here, so that the error names the mistake."""
+    """Check the result of a user's `credit` here, so that the error names the mistake. No gradient flows through it."""
     whose = f"{SETTING}: credit of {type(algorithm).__name__}"
     if not isinstance(credit, Credit):
         raise ValueError(f"{whose} must return memopd.train.algorithms.Credit, got {type(credit).__name__}")
@@ -105,10 +106,15 @@ def checked_credit(algorithm: Algorithm, credit: Credit, experience: Experience)
     for name, values in (("advantage", credit.advantage), ("target", credit.target)):
         if values is not None and not isinstance(values, Tensor):
             raise ValueError(f"{whose} must give {name} as a torch.Tensor, got {type(values).__name__}")
+        if values is not None and not values.is_floating_point():
+            raise ValueError(f"{whose} must give {name} as floating-point numbers, got {values.dtype}")
         if values is not None and values.shape != experience.value.shape:
             wanted, got = list(experience.value.shape), list(values.shape)
             raise ValueError(f"{whose} must give one {name} per sampled token, shape {wanted}, got {got}")
     for name, value in credit.metrics.items():
         if not isinstance(value, int | float):  # metrics.jsonl could not hold it
             raise ValueError(f"{whose} must give metrics as numbers, got {type(value).__name__} for {name!r}")
-    return credit
+        if is_ours(name) and name != "advantage_std":  # which only an algorithm that whitens knows from before
+            raise ValueError(f"{whose} must give another name to its metric {name!r}: MemOPD writes one of this name")
+    target = None if credit.target is None else credit.target.detach()
+    return replace(credit, advantage=credit.advantage.detach(), target=target)

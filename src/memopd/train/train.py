@@ -14,6 +14,7 @@ from memopd.train import checkpoint, ranks
 from memopd.train.batch import compile_batches, usable
 from memopd.train.check import check_equivalence
 from memopd.train.diagnostics import describe, dev_quality, log_step, off_policy, quality, warn_left_out
+from memopd.train.engines import check_positions
 from memopd.train.learner import build, check_objective, export_policy
 from memopd.train.log import open_run
 from memopd.train.scoring import score_batches
@@ -30,6 +31,8 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
     replay = config.sampling.replay
     check_parts(config.tasks, needs_index=not replay)
     check_sources(config, [replay] if replay else [], samples=not replay)
+    if not replay:
+        check_positions(config, config.model.student)
     with ranks.joined() as device, closing(open_run(output, config, resume)) as run:
         learner = build(config, device)
         learner.restore(run.checkpoint)
@@ -43,7 +46,8 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                     episodes = source.episodes(step)
                 with run.stage("compile"):
                     kept, left_out = usable(episodes, config.optimise.budget, config.sampling.temperature)
-                    batches = compile_batches(kept, config.optimise, every.seed, step)
+                    warn_left_out(left_out)
+                    batches = compile_batches(kept, config.optimise, every.seed, step, left_out)
                 if step == 0 or (every.check_every and step % every.check_every == 0):
                     with run.stage("check"):
                         check_equivalence(learner, batches[0], output, step, run.progress)
@@ -60,7 +64,6 @@ def train(config: RunConfig, output: Path, resume: bool = False) -> dict[str, fl
                 if isinstance(source, Sampler) and every.dev_every and (step + 1) % every.dev_every == 0:
                     with run.stage("dev"):
                         metrics |= dev_quality(source, step + 1)
-                warn_left_out(left_out)
                 log_step(step, steps, metrics)
                 run.episodes(step, episodes)
                 run.traces(step, make_traces(kept, batches, terms, guides, learner.critic is not None))

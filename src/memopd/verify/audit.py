@@ -220,7 +220,11 @@ class _Runs:
         for arm in (FORK, REALIGN):
             states = scattered(self.calls, self.progress(arm, self.by[arm]), self.causal, like=self.alone)
             ones = scattered(self.calls, self.by[arm], _ones, like=self.alone[:, :1].float())
-            self.kept[arm] = kept = ~ones.isnan()[:, 0]
+            kept = ~ones.isnan()[:, 0]
+            if not kept.any():
+                self.notes.append(f"{arm}: not measured: it keeps none of the {len(kept):,} sampled tokens")
+                continue
+            self.kept[arm] = kept
             self.runs[arm] = torch.where(kept[:, None], states, self.alone)
         self.causal.states.clear()
         try:
