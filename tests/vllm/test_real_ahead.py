@@ -17,7 +17,6 @@ from memopd.engine.vllm import weights as weight_updates
 from memopd.record import read_episodes
 from memopd.train.metrics import read_metrics
 
-TALK = ("--tasks.environment", "real_vllm:Talk")  # several calls per episode, although the policy knows no protocol
 SLOW = ("--tasks.environment", "real_vllm:SlowTool")  # so that weights change more often in the middle of a batch
 
 
@@ -80,18 +79,14 @@ def test_one_batch_ahead(server, first, searchable, tmp_path):
     print("weights", [f"{m['importance_weight']:.3f}" for m in lines], "cut", [f"{m['truncated']:.3f}" for m in lines])
 
 
-def wait_for_batch(process, server):
-    """Until the server samples a batch."""
-    while process.poll() is None and requests_running(server) < 5:  # more than the four that verify the weights
-        time.sleep(0.01)
-
-
 def test_interrupted_with_a_batch_in_flight(server, first, searchable, tmp_path):
     """Ctrl-C, as from a terminal: the run ends, and the server is asked for nothing more."""
-    run = tmp_path / "run"
-    options = ("--sampling.ahead", "1", "--optimise.steps", "500", *TALK)  # a batch is in flight for moments only
-    process = start_training(searchable, first[0], server.url, run, *options)
-    wait_for_batch(process, server)
+    run, answers, batch = tmp_path / "run", tmp_path / "answers", 8 * 4  # eight episodes of four calls
+    answers.touch()
+    options = ("--sampling.ahead", "1", "--optimise.steps", "500", "--tasks.environment", "real_vllm:Counted")
+    process = start_training(searchable, first[0], server.url, run, *options, ANSWERS=str(answers))
+    while process.poll() is None and answers.stat().st_size <= 2 * batch:
+        time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode not in (0, None), said
