@@ -4,6 +4,7 @@
 torchrun to start.
 """
 
+import runpy
 import sys
 from itertools import count
 from pathlib import Path
@@ -98,8 +99,6 @@ CHANGES = {
 
 
 if __name__ == "__main__":
-    from memopd import cli
-
     before(Path(sys.argv[1]), sys.argv[2])
     sys.argv = ["memopd", *sys.argv[3:]]
-    cli.main()
+    runpy.run_module("memopd.cli", run_name="__main__")  # ends a rank as the command does
