@@ -40,6 +40,17 @@ from memopd.types import StopReason
 Saying = str | Sequence[int]
 Say = Callable[[Request], Saying]
 
+# Of a tokenizer that reads its own answers.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"close": "<|im_end|>"},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True},
+    },
+}
+
 
 class Scripted:
     """An engine that samples what `say` returns, one id per `pace` seconds, each request in its own thread.

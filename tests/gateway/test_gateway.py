@@ -536,11 +536,16 @@ def test_an_engine_that_fails_or_refuses(tmp_path, caplog):
 # Order, ends, durability.
 
 
-def test_overlapping_calls_are_ordered_by_arrival_and_the_reward_waits_for_them(tmp_path):
-    engine = Scripted(lambda request: SAID if engine.held(request) else "town")
-    slowly = template(user("slowly"))
-    engine.held = lambda request: request.prompt.tolist() == slowly
+def holding(question, answer):
+    """An engine that answers this question only once `go` is set."""
+    engine, held = Scripted(answer), template(user(question))
+    engine.held = lambda request: request.prompt.tolist() == held
     engine.go.clear()
+    return engine
+
+
+def test_overlapping_calls_are_ordered_by_arrival_and_the_reward_waits_for_them(tmp_path):
+    engine = holding("slowly", lambda request: SAID if engine.held(request) else "town")
     with serving(engine, tmp_path) as url, ThreadPoolExecutor(8) as pool:
         slow = pool.submit(ask, url, messages=[user("slowly")])
         until(lambda: len(engine.requests) == 1)
@@ -606,10 +611,7 @@ def test_the_reward_is_durable_before_its_answer(tmp_path, monkeypatch):
 
 
 def test_a_reward_that_waits_may_be_repeated_and_not_changed(tmp_path):
-    engine = Scripted(lambda request: SAID)
-    slowly = template(user("slowly"))
-    engine.held = lambda request: request.prompt.tolist() == slowly
-    engine.go.clear()
+    engine = holding("slowly", lambda request: SAID)
     with serving(engine, tmp_path) as url, ThreadPoolExecutor(8) as pool:
         slow = pool.submit(ask, url, messages=[user("slowly")])
         until(lambda: len(engine.requests) == 1)

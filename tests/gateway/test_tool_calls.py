@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import encode, letters
+from scripted import RESPONSE_TEMPLATE, encode, letters
 from transformers import AutoTokenizer
 
 from memopd.engine.guide import guides_of
@@ -136,17 +136,8 @@ def test_a_mark_inside_an_argument_ends_nothing():
 
 
 def test_a_tokenizer_that_reads_its_own_answers():
-    template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "content": {"close": "<|im_end|>"},
-            "thinking": {"open": "<think>", "close": "</think>"},
-            "tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True},
-        },
-    }
     own = copy(tokenizer(SMOL))
-    own.response_template = template
+    own.response_template = RESPONSE_TEMPLATE
     own.chat_template = "{{ tools }}" + own.chat_template
     reads = ToolForm(own)
     reads.check()

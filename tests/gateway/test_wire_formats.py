@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from scripted import Scripted, encode, letters, serving, until
+from scripted import RESPONSE_TEMPLATE, Scripted, encode, letters, serving, until
 from transformers import AutoTokenizer
 
 from memopd.gateway.tools import CLOSE, OPEN
@@ -304,22 +304,12 @@ def test_tools_together_with_an_answer_in_json(server, path):
 
 # ---- a tokenizer that reads its own answers ---------------------------------------------------------------------
 
-OWN = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "content": {"close": "<|im_end|>"},
-        "thinking": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True},
-    },
-}
-
 
 @pytest.fixture(scope="module")
 def reading(tmp_path_factory):
     """A gateway whose tokenizer has a `response_template`."""
     own = copy(tokenizer())
-    own.response_template = OWN
+    own.response_template = RESPONSE_TEMPLATE
     made = Server(own)
     made.store = tmp_path_factory.mktemp("store")
     with serving(made.engine, made.store) as made.url:

@@ -118,11 +118,16 @@ def check_length(model: Any, longest: int) -> None:
         )
 
 
+def position_limit(model: Any) -> int:
+    """How far a model's positions reach. Only its configuration is read."""
+    limit: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_LENGTH
+    switch = rope_switch(model)
+    return limit if switch is None else min(limit, switch[1])
+
+
 def length_limit(model: Any, max_length: int | None) -> int:
     """The most tokens of a sequence, prompt and completion: `max_length`, if the model's positions reach that far."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_LENGTH
-    if (switch := rope_switch(model)) is not None:
-        limit = min(limit, switch[1])
+    limit = position_limit(model)
     if max_length is None:
         return min(limit, DEFAULT_LENGTH)
     if not 2 <= max_length <= limit:

@@ -20,7 +20,7 @@ from memopd.files import read_object
 from memopd.models.adapters import save_adapter
 from memopd.models.folder import check_on_hub, is_folder
 from memopd.models.sampled import DEVICES, SamplingCopy
-from memopd.models.support import DEFAULT_LENGTH, rope_switch
+from memopd.models.support import position_limit
 from memopd.score import packed_logprobs
 from memopd.tasks.files import read_tasks
 from memopd.train import ranks
@@ -44,11 +44,9 @@ def check_positions(config: RunConfig, path: str) -> None:
             shape = transformers.AutoConfig.for_model(**read_object(Path(path)))
         else:
             shape = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        limit = getattr(shape.get_text_config(), "max_position_embeddings", None) or DEFAULT_LENGTH
-        switch = rope_switch(SimpleNamespace(config=shape))
+        limit = position_limit(SimpleNamespace(config=shape))
     except Exception:  # loading the model says what is wrong with it
         return
-    limit = min(limit, switch[1]) if switch else limit  # as `length_limit`, which needs a model
     if context + response > limit:
         raise ValueError(
             f"tasks.max_context = {context} and sampling.max_tokens = {response} need {context + response} positions, "
